@@ -31,8 +31,8 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
 # ---- one function --------------------------------------------------------------------------------
 
 active: dict[str, Redirection] = {}
-"""Maps a key to its redirection. The code of a redirected function has the key among its constants:
-dynamo does not expect functions among the constants of a code object. Entries stay after
+"""Maps a key to its redirection. The code of a redirected function has the key as a constant, and
+no function, because dynamo does not support functions as constants. Entries stay after
 :meth:`Redirection.undo`, because another thread may be about to read one. A later redirection of
 the same function replaces the entry."""
 

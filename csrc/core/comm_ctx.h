@@ -134,8 +134,8 @@ FC_CHECK fc_status fc_comm_release_rows(fc_comm_ctx *c);
 FC_CHECK fc_status fc_comm_check(fc_comm_ctx *c);
 
 /* Keeps the work and the buffers until the backend has completed the work. Takes all arguments;
- * NULL is allowed. Never fails: without memory for the record, only the backend's own references
- * keep the buffers. */
+ * NULL is allowed. Never fails: if the record cannot be allocated, only the backend's own
+ * references keep the buffers. */
 void fc_comm_defer_release(fc_comm_ctx *c, fct_work *work, fct_tensor *first, fct_tensor *second);
 void fc_comm_collect(fc_comm_ctx *c); /* Releases deferred collectives that are complete. */
 

@@ -76,7 +76,7 @@ static void release_entries(entry_list *list) {
     *list = (entry_list){0};
 }
 
-/* Returns false without memory. */
+/* Returns false if malloc fails. */
 static bool reserve_entry(entry_list *list) {
     if (list->count < list->capacity) {
         return true;

@@ -117,7 +117,7 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm_ctx *comm) {
     }
     if (before != NULL) {
         fc_order_forget(&before->order, g);
-        fc_reducer_forget_event(&g->reducer);
+        fc_reducer_return_events(&g->reducer);
         fc_gather_forget_event(&g->gather);
         if (g->gather.pending.done != NULL) { /* a pending gather moves to the new context */
             fc_comm_transfer_event(before, comm);

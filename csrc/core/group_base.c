@@ -209,7 +209,7 @@ bool fc_group_base_uses_fallback(const fc_group_base *base, fc_fallback operatio
 
 static void *enter_range(const char *format, ...) FC_PRINTF(1, 2);
 
-/* Enters a profiler range. Only without memory is a long name cut. */
+/* Enters a profiler range. A long name is cut only if malloc fails. */
 static void *enter_range(const char *format, ...) {
     char name[256];
     va_list args, again;

@@ -7,7 +7,7 @@
 #include <string.h>
 
 /* Grows the array to hold at least count + 1 items of `size` bytes. Returns the array, or NULL
- * without memory. */
+ * if malloc fails. */
 static void *grow(void *items, size_t count, size_t *capacity, size_t size) {
     if (count < *capacity) {
         return items;

@@ -40,7 +40,7 @@ static void return_event(fc_reducer *reducer, fct_event **slot) {
     *slot = NULL;
 }
 
-void fc_reducer_forget_event(fc_reducer *reducer) {
+void fc_reducer_return_events(fc_reducer *reducer) {
     assert(reducer->base->comm != NULL || (reducer->reduced == NULL && reducer->sent == NULL));
     return_event(reducer, &reducer->reduced);
     return_event(reducer, &reducer->sent);
@@ -52,7 +52,7 @@ void fc_reducer_fini(fc_reducer *reducer) {
     if (base->comm != NULL) {
         fc_reduction_discard(base->comm, base);
     }
-    fc_reducer_forget_event(reducer);
+    fc_reducer_return_events(reducer);
     fc_reduce_plan_fini(&reducer->plan);
     fc_transfer_fini(&reducer->transfer);
     fc_chunks_fini(&reducer->chunks);
@@ -86,7 +86,7 @@ static bool has_pending_partials(const fc_reducer *reducer, fc_span span) {
 }
 
 /* Creates the reduction of a span. The reduction includes the gradients that were laid out, and
- * with an all-reduce the partial rows of other parameters. Returns NULL without memory. */
+ * with an all-reduce the partial rows of other parameters. Returns NULL if malloc fails. */
 static fc_reduction *new_reduction(fc_reducer *reducer, fc_span span) {
     const fc_reduce_plan *plan = &reducer->plan;
     fc_param *const *params = reducer->base->params;

@@ -64,7 +64,7 @@ fct_dtype fc_reducer_dtype(const fc_reducer *reducer);
 
 /* Returns the reducer's events to the comm context. Call it before the group changes its
  * context. */
-void fc_reducer_forget_event(fc_reducer *reducer);
+void fc_reducer_return_events(fc_reducer *reducer);
 
 /* Reduces the gradients of the span that were collected into reducer->plan, and removes them from
  * the plan. Parameters with a partial row are reduced even without a gradient. `order_compute`: the

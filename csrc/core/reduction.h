@@ -40,7 +40,7 @@ typedef struct fc_reduction {
 } fc_reduction;
 
 /* Allocates an empty reduction for up to `total` parameters. Stores the current stream: the
- * caller allocates the input on it. Returns NULL without memory. */
+ * caller allocates the input on it. Returns NULL if malloc fails. */
 fc_reduction *fc_reduction_new(fc_group_base *base, size_t total);
 /* Returns the elements of the whole row, of all `total` parameters and the gaps between them. */
 int64_t fc_reduction_row_numel(const fc_reduction *r);

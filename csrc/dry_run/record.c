@@ -112,7 +112,7 @@ void fcd_append_memory_event(fcd_purpose purpose, int64_t storage, int64_t bytes
                  r->live[purpose], fcd_purpose_names[purpose]);
 }
 
-/* Returns the record's copy of the first `length` characters of `text`, or "" without memory. */
+/* Returns the record's copy of the first `length` characters of `text`, or "" if malloc fails. */
 static const char *intern(fcd_record *r, const char *text, size_t length) {
     for (size_t i = 0; i < r->label_count; i++) {
         if (strncmp(r->labels[i], text, length) == 0 && r->labels[i][length] == '\0') {

@@ -124,7 +124,7 @@ static void free_storage(fcd_model *m, size_t index) {
 }
 
 /* Returns memory for a gradient of `bytes` bytes: the model's storage `index`, with the model's
- * reference, or a new storage if the model has none there. Returns NULL without memory. */
+ * reference, or a new storage if the model has none there. Returns NULL if malloc fails. */
 static fcd_storage *take_gradient_storage(fcd_model *m, int64_t index, int64_t bytes) {
     fcd_storage *storage = index >= 0 ? m->storages[index] : NULL;
     if (storage == NULL) {

@@ -28,7 +28,7 @@ template <class Call> static int call_with_context(Call call) {
     return repeats ? call() : failed;
 }
 
-/* Launches `blocks` blocks of `function`. */
+/* Launches a kernel. Returns an error message, or NULL. */
 static const char *launch(void *function, void *batch, uint32_t blocks, void *stream) {
     void *arguments[] = {batch};
     const int failed = call_with_context([&] {

@@ -96,7 +96,7 @@ void op_checksums_end_interval(op_checksums *c, uint64_t number) {
     if (c->intervals == NULL) {
         c->intervals = (op_interval *)calloc(OP_INTERVALS, sizeof *c->intervals);
     }
-    if (c->intervals != NULL) { /* without memory the interval is not compared */
+    if (c->intervals != NULL) { /* otherwise the interval is not compared */
         c->intervals[c->interval_count++ % OP_INTERVALS] = interval;
     }
 }

@@ -46,8 +46,8 @@ typedef struct op_plan_list {
 void op_plans_fini(op_plan_list *list);
 /* Returns NULL if there is no plan with this hash. */
 op_plan *op_plans_find(const op_plan_list *list, uint64_t hash);
-/* Adds a plan whose result is unknown. Returns NULL without memory. Invalidates other pointers into
- * the list. */
+/* Adds a plan whose result is unknown. Returns NULL if malloc fails. Invalidates other pointers
+ * into the list. */
 op_plan *op_plans_add(op_plan_list *list, uint64_t hash);
 /* Whether the value is the hash of a plan. */
 bool op_is_plan(int64_t value);

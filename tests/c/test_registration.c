@@ -68,7 +68,7 @@ static void swap_registers_every_parameter(void **state) {
     assert_int_equal(fc_registration_check(&f->base, FC_UNSHARDED), FC_OK);
 }
 
-static void failed_swap_restores_own_state(void **state) {
+static void failed_swap_restores_the_previous_parameters(void **state) {
     (void)state;
     fixture *f = make_fixture(FC_SHARDED, 1U << 1);
     assert_int_equal(fc_registration_swap(&f->base, FC_SHARDED, FC_UNSHARDED, &f->dirty),
@@ -108,7 +108,7 @@ static void failed_swap_to_own_state_sets_dirty(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(swap_registers_every_parameter),
-        cmocka_unit_test(failed_swap_restores_own_state),
+        cmocka_unit_test(failed_swap_restores_the_previous_parameters),
         cmocka_unit_test(failed_rollback_of_registration_sets_dirty_until_next_swap),
         cmocka_unit_test(failed_swap_to_own_state_sets_dirty),
     };

@@ -142,7 +142,7 @@ def collect_over_gloo(steps: int, world: int, distinct: bool) -> list[dict[str, 
 @pytest.mark.parametrize("distinct", [False, True], ids=["equal sizes", "other sizes"])
 @pytest.mark.parametrize(("steps", "world"), [(0, 2), (1, 2), (5, 2), (2, 3)])
 @pytest.mark.parametrize("name", divergence.DYNAMIC)
-def test_different_collective_over_gloo_raises_on_all_ranks_and_names_two(
+def test_different_collective_over_gloo_raises_on_all_ranks_and_names_two_ranks(
     name: str, steps: int, world: int, distinct: bool
 ) -> None:
     """gloo ends a process that receives a message of another size than expected."""

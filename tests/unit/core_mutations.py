@@ -510,7 +510,7 @@ MUTATIONS = {
         "        size_t changed = *dirty ? base->count : i + 1;",
         "        size_t changed = *dirty ? base->count : i;",
         "test_registration",
-        "[  FAILED  ] failed_swap_restores_own_state",
+        "[  FAILED  ] failed_swap_restores_the_previous_parameters",
     ),
     "label of a reduction has no factor after the sum": Mutation(
         "label",

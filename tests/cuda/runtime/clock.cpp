@@ -1,4 +1,5 @@
-/* The check of accesses. */
+/* Accesses::add() reports each access that is not ordered after the last conflicting access of the
+ * same bytes. */
 #include <algorithm>
 #include <set>
 #include <sstream>

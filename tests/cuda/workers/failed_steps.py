@@ -54,7 +54,7 @@ def fail_steps(device: stub_runtime.Device, tools: Any, model: Any) -> list[tupl
         torch.cuda.empty_cache()
         device.set(malloc_failures=FAILURES, fail_malloc=n)
         outcome = outcome_of(lambda: tools.backward(model, first))
-        is_reached = device.armed("fail_malloc") == 0
+        is_reached = device.get_calls_until_failure("fail_malloc") == 0
         device.set(fail_malloc=0, malloc_failures_left=0)
         if not is_reached:
             break

@@ -61,7 +61,7 @@ def sweep(
         torch.cuda.empty_cache()
         device.set(**options, **{setting: n})
         outcome: dict[str, Any] = {"failed": outcome_of(training.step)}
-        reached = device.armed(setting) == 0
+        reached = device.get_calls_until_failure(setting) == 0
         device.set(**{setting: 0}, malloc_failures_left=0)
         training.model.zero_grad()
         outcome["next"] = outcome_of(training.step)

@@ -51,7 +51,7 @@ class Device:
             if not self.lib.sim_set(name.encode(), int(value)):
                 raise ValueError(f"the device has no setting {name!r}")
 
-    def armed(self, name: str) -> int:
+    def get_calls_until_failure(self, name: str) -> int:
         """Returns the number of calls until the armed failure; 0: the call has failed."""
         self.lib.sim_get.restype = ctypes.c_long
         return int(self.lib.sim_get(name.encode()))
@@ -106,7 +106,7 @@ class Device:
     def log_calls(self, library: str = "", kind: str = "", at: int = -1) -> None:
         """Logs the calls that order streams from the library whose path contains ``library``.
 
-        The call of index ``at`` does not order streams if it has the kind ``kind``.
+        If the call with the index ``at`` has the kind ``kind``, it does not order streams.
         """
         self.lib.sim_log_calls(library.encode(), kind.encode(), at)
 

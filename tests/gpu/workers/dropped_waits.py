@@ -89,12 +89,12 @@ class Waits:
 
 
 def run_with_long_pauses(train: Callable[[], list[Any]], factor: int = 1) -> Outcome:
-    """Runs a training with pauses of ``factor`` times the longest one for all kinds of work."""
+    """Runs a training in which each kind of work has the longest mean pause, times ``factor``."""
     device = race.simulated()
     if device is not None:
         device.reset()
     loop_group.DELAYS.seed(1)
-    means = dict.fromkeys(loop_group.Delays.KINDS, factor * loop_group.LONGEST_PAUSE)
+    means = dict.fromkeys(loop_group.Delays.KINDS, factor * loop_group.LONGEST_MEAN_PAUSE)
     loop_group.DELAYS.set_means(means)
     try:
         digest = variants.digest(train())

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 BACKEND = "loop"
-LONGEST_PAUSE = 1_000_000
+LONGEST_MEAN_PAUSE = 1_000_000
 """The longest mean of a pause in device clock cycles, about half a millisecond."""
 
 
@@ -41,7 +41,7 @@ class Delays:
 
     def seed(self, seed: int) -> None:
         self._random = random.Random(seed)
-        choices = (0, 0, LONGEST_PAUSE // 10, LONGEST_PAUSE) if seed else (0,)
+        choices = (0, 0, LONGEST_MEAN_PAUSE // 10, LONGEST_MEAN_PAUSE) if seed else (0,)
         self.set_means({kind: self._random.choice(choices) for kind in self.KINDS}, seed)
 
     def set_means(self, means: dict[str, int], seed: int = 1) -> None:
