@@ -36,8 +36,8 @@ FCT_CHECK int fct_pg_stop_waits(fct_pg *pg, const char *text);
 
 /* An object of csrc/transport that the ProcessGroup keeps. A ProcessGroup may outlive its handle.
  * fct_pg_attachment returns NULL if there is none. fct_pg_attach takes ownership of `object` and
- * releases the former object. After the end of the group, the first look-up of the attachment of
- * another handle releases the object. `release` is called with the GIL held. */
+ * releases the former object. After the group has ended, the first call of fct_pg_attachment
+ * for another handle releases the object. `release` is called with the GIL held. */
 void *fct_pg_attachment(fct_pg *pg);
 void fct_pg_attach(fct_pg *pg, void *object, void (*release)(void *object));
 

@@ -95,7 +95,7 @@ class _FailedCall:
 
     @property
     def is_spmd(self) -> bool:
-        """Whether ``mesh`` is a full SPMD mesh, of which other arguments name the dimensions."""
+        """Whether ``mesh`` is a full SPMD mesh, in which ``dp_mesh_dims`` names dimensions."""
         return self.kwargs.get("dp_mesh_dims") is not None
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -4,7 +4,7 @@
 
 #include "negotiation_ranks.h"
 
-/* ---- agreement ---- */
+/* ---- acceptance ---- */
 
 /* Rank r has r + 1 parameter groups. The number of fallback gathers is twice the largest number. */
 static void accept_after_the_same_gathers(void) {
@@ -185,7 +185,7 @@ static void compare_with_a_rank_without_plan(void) {
     end(n);
 }
 
-static void rank_without_plan_differs_from_no_rank(void **state) {
+static void rank_without_plan_is_reported_as_equal_to_all_ranks(void **state) {
     (void)state;
     for (rank_without_plan = 0; rank_without_plan < 2; rank_without_plan++) {
         run_negotiation(compare_with_a_rank_without_plan, 3);
@@ -317,7 +317,7 @@ int main(void) {
         cmocka_unit_test(different_plan_of_one_rank_is_detected_on_all_ranks),
         cmocka_unit_test(later_plan_is_not_compared_if_a_rank_did_not_wait),
         cmocka_unit_test(rank_that_does_not_wait_compares_its_plan_later),
-        cmocka_unit_test(rank_without_plan_differs_from_no_rank),
+        cmocka_unit_test(rank_without_plan_is_reported_as_equal_to_all_ranks),
         cmocka_unit_test(later_plan_is_compared_once_over_gloo),
         cmocka_unit_test(roots_are_numbered_in_the_order_of_first_use),
         cmocka_unit_test(veto_of_one_rank_declines_on_all),

@@ -313,7 +313,7 @@ class Builder:
                 module.set_unshard_in_backward(False)
 
     def _register_hooks(self, model: nn.Module) -> None:
-        """Registers hooks on parameters, gradients and modules that record their arguments."""
+        """Registers hooks that record gradients, which they halve, and the forwards of modules."""
         recorder = self.recorder
 
         def on_gradient(name: str) -> Callable[[torch.Tensor], None]:
