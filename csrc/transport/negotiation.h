@@ -80,9 +80,8 @@ void shm_negotiation_count_gather(shm_negotiation *n);
  * where all ranks have read the rounds and the negotiation is declined. */
 bool shm_negotiation_compares_sizes(shm_negotiation *n);
 /* Before the fallback moves a collective: raises a Python exception if another rank issues one of
- * another kind or size; see sequence.h. `signature` 0 or `tag` NULL: unknown. The ranks compare
- * from the first collective on at which all of them know that the negotiation is declined. Errors
- * and repetition as in shm_negotiation_run. */
+ * another kind or size; see sequence.h. `signature` 0 or `tag` NULL: unknown. Compares nothing
+ * unless shm_negotiation_compares_sizes. Errors and repetition as in shm_negotiation_run. */
 FCT_CHECK int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint64_t signature,
                                            const fct_op_tag *tag);
 /* Records a collective that the fallback has moved, for later comparisons. */

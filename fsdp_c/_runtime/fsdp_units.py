@@ -76,7 +76,8 @@ def is_below(state: Any, root: Any) -> bool:
 def get_bucket_bytes(state: Any, group: Any, is_sole: bool) -> int:
     """Returns the bytes of gradients at which a bucket is full; 0 for one bucket.
 
-    ``is_sole``: no other group will have the same root. After lazy init the group knows.
+    ``is_sole``: no other group will have the same root. Lazy init determines this, so the
+    argument has an effect only before it.
     """
     becomes_sibling = state._is_root is None and not is_sole
     if becomes_sibling and getattr(group, "_sole_bucket_bytes", 0) > 0:

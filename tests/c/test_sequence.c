@@ -169,7 +169,7 @@ static void depart_from_the_prediction(void) {
     require(rounds == before);
     require(shm_negotiation_signature_at(n, 15) == departed.signature);
     require(shm_negotiation_signature_at(n, 16) == 0);
-    require(gather(n, "f", 0) == 0); /* a rank that does not know the size follows */
+    require(gather(n, "f", 0) == 0); /* size unknown: matches any prediction */
     end(n);
 }
 

@@ -118,7 +118,7 @@ def test_param_dtype_override_sets_the_compute_dtype_of_one_parameter() -> None:
         assert result["calls"] == {1: 4, 2: 4}
 
 
-def test_invalid_param_dtype_override_raises_and_leaves_the_model() -> None:
+def test_invalid_param_dtype_override_raises_and_leaves_the_model_unchanged() -> None:
     for result in run_scenario("invalid_dtype_overrides", implementations=BOTH):
         assert result["float64"].startswith("ValueError")
         assert "float64" in result["float64"]

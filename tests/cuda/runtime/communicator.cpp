@@ -18,7 +18,7 @@ using Number = std::atomic<uint64_t>;
 
 constexpr auto kJoinTime = std::chrono::seconds(60);
 constexpr auto kJoinPause = std::chrono::microseconds(500);
-constexpr auto kPeerCheckInterval = std::chrono::milliseconds(50); /* at least, for one peer */
+constexpr auto kPeerCheckInterval = std::chrono::milliseconds(50); /* for checks of one peer */
 
 struct Part {
     int color;

@@ -173,8 +173,10 @@ def points(
 def sweep(
     rank: int, world: int, kind: str, mixed: bool, accumulate: bool, reshard: Reshard
 ) -> dict[str, Any]:
-    """Fails at every point in turn. Returns the number of points and the failures whose results
-    differ.
+    """Fails at every point in turn.
+
+    Returns the number of points, the failures after which results differ, the types of all
+    failures, and whether the results of a last run without failure are the same.
 
     With accumulation, two microbatches repeat most boundary calls. The sweep then takes only the
     odd or only the even boundary calls, unless SWEEP_WHOLE is set.

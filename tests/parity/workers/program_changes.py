@@ -215,7 +215,7 @@ def train_parameter(
 
 
 def sharding_kind(target: Any) -> str:
-    """Returns whether all parameters are shards, for the rules of ``program_known.py``."""
+    """Returns "shards" or "unsharded" for the rules of ``program_known.py``."""
     params = target.parameters() if isinstance(target, nn.Module) else [target]
     return "shards" if all(isinstance(param, DTensor) for param in params) else "unsharded"
 
@@ -337,8 +337,8 @@ def load_state(
 ) -> list[list[str]]:
     """Loads a state dict, without its first entry if ``omit_first``."""
     state = dict(list(choose(world.saved, index).items())[1 if omit_first else 0 :])
-    target = world.model(model).load_state_dict(state, strict=strict, assign=assign)
-    return [list(target.missing_keys), list(target.unexpected_keys)]
+    keys = world.model(model).load_state_dict(state, strict=strict, assign=assign)
+    return [list(keys.missing_keys), list(keys.unexpected_keys)]
 
 
 @operation(0.4, model=LAST, index=LAST, full_state=NO_YES, strict=(True, False), from_rank_0=NO_YES)
@@ -349,8 +349,8 @@ def set_model_state(
     options = StateDictOptions(
         full_state_dict=full_state, strict=strict, broadcast_from_rank0=from_rank_0 and full_state
     )
-    target = set_model_state_dict(world.model(model), choose(world.saved, index), options=options)
-    return [list(target.missing_keys), list(target.unexpected_keys)]
+    keys = set_model_state_dict(world.model(model), choose(world.saved, index), options=options)
+    return [list(keys.missing_keys), list(keys.unexpected_keys)]
 
 
 @operation(0.3, model=LAST, optimizer=LAST, full_state=NO_YES, load_again=NO_YES)
