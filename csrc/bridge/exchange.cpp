@@ -51,9 +51,9 @@ std::shared_ptr<void> *attachment_of(const c10::intrusive_ptr<c10d::ProcessGroup
     return &entry->second.object;
 }
 
-/* The largest number of ranks for which fct_exchange_start_distinct uses an all-to-all. In an
- * all-to-all each rank sends a message to each other rank, and in an all-gather to its neighbor
- * only. */
+/* The largest number of ranks for which fct_exchange_start_distinct uses an all-to-all, in which
+ * each rank sends a message to each other rank. gloo's all-gather is a ring: each rank sends to one
+ * neighbor only. */
 constexpr int kMaxAllToAllRanks = 64;
 
 /* Allocates integers below the dispatcher: dispatch modes and transforms of functorch would observe
@@ -107,7 +107,8 @@ bool fct_pg_is_gloo(fct_pg *pg) {
     return fct::backend_kind(pg, c10::DeviceType::CPU) == fct::BackendKind::gloo;
 }
 
-/* torch does not ship the header of the class. */
+/* Compares the name of the class, because the header of the class includes headers of gloo, which
+ * torch does not ship. */
 bool fct_pg_has_plain_gloo(const fct_pg *pg) {
     const auto backend = pg->group->getBackend(c10::DeviceType::CPU);
     return std::string(typeid(*backend).name()) == "N4c10d16ProcessGroupGlooE";

@@ -36,8 +36,8 @@ __device__ inline fck_half __float2half_rn(float value) {
     return result;
 }
 
-/* Before sm_80 no instruction converts a single value. On every architecture this function uses the
- * integer arithmetic of cast.h, with CUDA's NaN. */
+/* Before sm_80 no instruction converts one float32 to bfloat16. So this function uses the integer
+ * arithmetic of cast.h on every architecture, except that it returns CUDA's NaN. */
 __device__ inline fck_half __float2bfloat16_rn(float value) {
     const unsigned int bits = __float_as_uint(value);
     const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;

@@ -1,6 +1,6 @@
-/* The ParamGroup type: wraps the core's parameter group. Owns the tuple of Params and the
- * CommContext. Code that does not run in every step (lazy init, dtypes, state-dict hooks) is in the
- * Python subclass in fsdp_c/_runtime/param_group.py. */
+/* The ParamGroup type: wraps the core's parameter group. Owns the tuple of Params and a
+ * reference to the CommContext. Code that does not run in every step (lazy init, dtypes, state-dict
+ * hooks) is in the Python subclass in fsdp_c/_runtime/param_group.py. */
 #include "param_group.h"
 
 #include "../bridge/pyobject.h"
@@ -63,7 +63,8 @@ static void unmark_params(PyObject *params, Py_ssize_t count) {
 }
 
 /* Marks the Params as members of a group. Each Param must be initialized and in no group, because
- * its core struct stores its position. On failure returns -1 with ValueError and marks no Param. */
+ * its core struct stores its bucket in one group. On failure returns -1 with ValueError and marks
+ * no Param. */
 static int mark_params(PyObject *params) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
         fcpy_param *param = (fcpy_param *)PyTuple_GET_ITEM(params, i);
@@ -390,10 +391,10 @@ static PyObject *group_drop_sharded_grads(PyObject *obj, PyObject *unused) {
     return status == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
-/* Counts the group as a user of a process group. Scatters follow gathers over another process
- * group, which counts the group. Python sets all process groups of a new group, so the constructor
- * counts none. A process group that is set again is counted again, because it may be a new one of
- * the same name. */
+/* Counts the group as a user of a process group. The process group of reduce-scatters counts none:
+ * gathers, over a process group that counts the group, come before them. Python sets
+ * all process groups of a new group, so the constructor counts none. A process group that is set
+ * again is counted again, because it may be a new one of the same name. */
 static int register_user(int index, PyObject *name) {
     return index == FCPY_PG_SCATTER || name == Py_None
                ? 0

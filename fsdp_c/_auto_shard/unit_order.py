@@ -83,7 +83,8 @@ def merge_tied_units(
             units = [merged if unit is first else unit for unit in units if unit is not second]
             outcome = "the two become one unit"
             changed_units = {first, second}
-        # A warning is logged only if the units have more elements than the tied weight.
+        # Warns if the dropped unit has another parameter, or if the other parameters of the merged
+        # units have more elements than the tied weight.
         other_elements = sum(
             p.numel() for p, holders in owners.items() if len(changed_units & holders.keys()) == 1
         )

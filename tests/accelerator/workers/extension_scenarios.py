@@ -34,8 +34,8 @@ def _current_stream_name(group: Any) -> str:
 
 
 def _pre_all_gather(calls: Record, group: Any, local: torch.Tensor, mesh: Any) -> Any:
-    """Returns three all-gather inputs: half of the shard's values in its dtype and in float64, and
-    an int32 tensor of five elements."""
+    """Returns three all-gather inputs: the shard divided by 2, in its dtype and in float64, and an
+    int32 tensor of five elements."""
     calls.append(("pre_all_gather", _current_stream_name(group), mesh.size()))
     half = local.detach() / 2
     return (half, half.double(), half.new_ones(5, dtype=torch.int32)), len(local)

@@ -1,8 +1,8 @@
 """Measures launches, events and memory of torch and fsdp_c on the simulated device.
 
 Launches are operations and kernels by which fsdp_c or torch's FSDP2 moves data; those of the model
-are subtracted. Events are all that are recorded and waited for, autograd's included. Peak memory is
-the device's peak above its memory before the model was sharded. Run as a script, this file prints a
+are subtracted. The numbers of recorded and awaited events include autograd's. Peak memory is the
+device's peak above its memory before the model was created. Run as a script, this file prints a
 table.
 """
 
@@ -131,7 +131,7 @@ VARIANTS = {
 
 
 def _one_unit(tools: SimTools, bucket_cap_mb: float) -> nn.Sequential:
-    """Returns a model that is one unit, with backward in bfloat16 and reductions in float32."""
+    """Returns a model that is one unit, which computes in bfloat16 and reduces in float32."""
     model = tools.fully_shard(_model(), mesh=tools.flat(), mp_policy=MIXED)
     fsdp_c.set_bucket_cap(model, bucket_cap_mb)
     return model
