@@ -77,7 +77,8 @@ def split_by_budget(
 
     A module that fits is not split. For a larger module, the largest children become units until
     the remaining children fit. Neighbors in a ``ModuleList`` or ``Sequential`` are combined while
-    their sum fits. A unit exceeds ``budget`` only if one module's own parameters do.
+    their sum fits. A unit exceeds ``budget`` only if one module's parameters do: its own and those
+    of children that its forward does not call.
 
     Raises:
         ValueError: ``budget`` is not positive.

@@ -1,7 +1,7 @@
 """Creates the model that a command line names, on the meta device.
 
 The name is ``package.module:name`` of a class or function, or a configuration of transformers:
-``hf:path/config.json``, or ``hf:Class:path/config.json`` with JSON text in place of the path.
+``hf:PATH`` or ``hf:Class:PATH``. ``PATH`` is a file, its folder, or JSON text in its place.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _find_callable(name: str) -> Callable[[], Any]:
 
 
 def _find_transformers_class(name: str) -> Callable[[], Any]:
-    """Returns a function that makes the model. ``name`` is ``config.json`` or ``Class:JSON``."""
+    """Returns a function that makes the model. ``name`` is ``PATH`` or ``Class:PATH``."""
     try:
         import transformers  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:

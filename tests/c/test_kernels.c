@@ -24,8 +24,9 @@ typedef struct pack_case {
     size_t count;
 } pack_case;
 
-/* Creates segments of random dtypes, sizes and addresses. Conversions stay element-aligned, as a
- * GPU requires; copies have any address. Destinations have random gaps. */
+/* Creates segments of random dtypes, sizes and addresses. The addresses of conversions are
+ * multiples of the element size, as a GPU requires. The destinations of copies have any address.
+ * Destinations have random gaps. */
 static void pack_case_init(pack_case *c, random_state *random) {
     c->count = (size_t)draw_between(random, 0, draw(random) % 8 == 0 ? 200 : 12);
     c->arena_bytes = GUARD;
@@ -81,9 +82,9 @@ static void pack_writes_every_segment_and_nothing_else(void **state) {
     }
 }
 
-/* Moves `bytes` bytes from `from` bytes behind an alignment of 16 to `to` bytes behind one. The
- * source is an allocation of its own. ASan reports reads behind its last byte, and reads before its
- * first multiple of 8. */
+/* Moves `bytes` bytes between addresses that exceed multiples of 16 by `from` and `to`. The source
+ * is an allocation of its own. ASan reports reads behind its last byte, and reads before its first
+ * byte rounded down to a multiple of 8. */
 static void check_move(random_state *random, int64_t from, int64_t to, int64_t bytes) {
     unsigned char *memory = new_elements(random, FCK_UINT8, from + bytes);
     const int64_t arena_bytes = GUARD + to + bytes + GUARD;

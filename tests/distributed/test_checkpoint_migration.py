@@ -17,5 +17,5 @@ def test_training_continues_from_fsdp1_and_ddp_checkpoints(recipe: object, tmp_p
 
 
 def test_torch_fsdp1_checkpoint_on_cpu_loses_exp_avg(tmp_path: Path) -> None:
-    """If this test fails, torch is fixed: use AdamW above and remove the warning in docs."""
+    """If this test fails, torch is fixed: use AdamW in the recipe, and edit docs/migrate.md."""
     run_ranks(checkpoint_migration.fsdp1_saves_exp_avg_aliased_to_exp_avg_sq, 2, (str(tmp_path),))

@@ -89,7 +89,7 @@ def count_collectives(call: Any) -> int:
     return len(issued.names)
 
 
-def test_context_manager_names_itself_if_model_was_not_sharded() -> None:
+def test_context_manager_with_unsharded_model_raises_and_names_itself() -> None:
     for context, caller in (
         (no_sync(make_model()), "no_sync"),
         (full_params(make_model()), "full_params"),

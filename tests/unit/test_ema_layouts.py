@@ -53,7 +53,7 @@ def test_ema_of_sharded_model_rejects_plain_state(single_group: int) -> None:
 
 @pytest.mark.parametrize("device", [None, "cpu", "meta"])
 def test_ema_device_does_not_depend_on_device_of_mesh(single_group: int, device: Any) -> None:
-    """A mesh of the type "meta" replaces one of GPUs with shards that are offloaded to the CPU."""
+    """A mesh of the type "meta" stands for a mesh of GPUs, and the shards for offloaded shards."""
     if releases.has("2.14"):
         pytest.skip("torch 2.14 and later create no parameters on meshes of the type 'meta'")
     mesh, values = DeviceMesh("meta", [0]), torch.ones(4, 2)

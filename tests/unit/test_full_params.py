@@ -132,7 +132,7 @@ def test_calls_that_would_gather_shards_inside_full_params_raise(
     assert "unshard" not in vars(model._get_fsdp_state()._fsdp_param_groups[0])
 
 
-def test_full_params_keeps_replaced_unshard_of_program(fake_group: int) -> None:
+def test_unshard_replaced_by_program_is_called_after_full_params(fake_group: int) -> None:
     model = make_sharded_model()
     group = model._get_fsdp_state()._fsdp_param_groups[0]
     unshard = group.unshard

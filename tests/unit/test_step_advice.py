@@ -305,7 +305,7 @@ def test_explain_reports_replicas_that_do_not_all_reduce() -> None:
     assert "do not all-reduce their gradients now" in line
 
 
-def test_explain_reports_unit_on_the_mesh_of_one_replica() -> None:
+def test_explain_warns_about_unit_without_the_replicas_of_other_units() -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
     model = Chain()
     fully_shard(model.blocks[1], mesh=mesh["s"])  # type: ignore[arg-type]
