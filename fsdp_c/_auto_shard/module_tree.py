@@ -38,9 +38,9 @@ def find_repeated_blocks(root: nn.Module, ignored_modules: set[nn.Module]) -> li
     """Returns the repeated layers of ``root``, in post-order.
 
     Repeated layers are two or more elements of one class in a ``ModuleList`` or ``Sequential``.
-    Only the outermost are selected, so experts inside a layer do not become units. The first search
-    with a result decides: modules with children and equal parameter names and shapes, modules with
-    children, modules without children.
+    Only the outermost are selected, so experts inside a layer do not become units. Three searches
+    run until one has a result. They select the elements of a class: if two of them have children
+    and equal parameter names and shapes; if two have children; if two have no children.
 
     Raises:
         ValueError: The model has no repeated layers.

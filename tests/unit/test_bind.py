@@ -23,6 +23,6 @@ def test_bind_with_dtensor_class_that_is_not_a_type_raises(
 
 
 @pytest.mark.parametrize("name", BOUND_OBJECTS)
-def test_bind_without_argument_raises_with_its_name(name: str) -> None:
+def test_bind_with_a_missing_argument_raises_with_its_name(name: str) -> None:
     with pytest.raises(TypeError, match=f"bind: missing {name}"):
         _C.bind(**{key: value for key, value in BOUND_OBJECTS.items() if key != name})

@@ -213,7 +213,7 @@ def test_stalled_rank_of_1024_is_named_by_all_waiting_ranks(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", PLACES)
-def test_messages_of_a_rank_until_the_report_do_not_depend_on_the_number_of_ranks(
+def test_message_count_of_a_rank_does_not_depend_on_the_number_of_ranks(
     case: str,
 ) -> None:
     most = {world: max(simulate(world, case).messages.values()) for world in WORLDS}

@@ -145,7 +145,7 @@ def test_stall_monitor_takes_no_other_exception_for_a_lost_store(
     assert monitor._lost == "" and caplog.messages == []
 
 
-def test_stall_monitor_read_of_a_counter_leaves_the_file_of_a_file_store(tmp_path: Path) -> None:
+def test_stall_monitor_reads_a_counter_without_a_write_to_a_file_store(tmp_path: Path) -> None:
     path = tmp_path / "store"
     store = dist.FileStore(str(path), 1)
     assert read_count(store, "a") == 0
@@ -158,7 +158,7 @@ def test_stall_monitor_read_of_a_counter_leaves_the_file_of_a_file_store(tmp_pat
 # ---- processes -----------------------------------------------------------------------------------
 
 
-def test_stall_monitor_in_a_forked_child_leaves_the_lock_of_the_event() -> None:
+def test_stall_monitor_in_a_forked_child_does_not_take_the_lock_of_the_event() -> None:
     """Another thread of the parent may hold the lock during the fork."""
     monitor = make_monitor(_pid=os.getpid() + 1)
     monitor.finish()

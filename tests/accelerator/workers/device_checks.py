@@ -299,7 +299,7 @@ def unordered_allocation_can_overwrite_freed_memory_before_its_reader(device: An
 
 
 def _sum_unordered_threes(seed: int, stride: int, device: Any) -> torch.Tensor:
-    """Writes 2000 threes. On another stream, adds both halves and writes 1000 of these elements.
+    """Writes 2000 threes. Another stream adds both halves into every ``stride``-th element.
 
     The reader does not wait for the threes, which the device delays with some seeds.
     """
@@ -316,7 +316,7 @@ def _sum_unordered_threes(seed: int, stride: int, device: Any) -> torch.Tensor:
 
 
 @check
-def delayed_write_remains_beside_the_elements_that_its_reader_overwrites(device: Any) -> None:
+def delayed_write_reaches_the_elements_that_its_reader_does_not_overwrite(device: Any) -> None:
     delayed = set()
     for seed in range(1, 33):
         half, strided = (_sum_unordered_threes(seed, stride, device) for stride in (1, 2))

@@ -20,8 +20,8 @@ import fsdp_c
 SIZE = 5
 BLOCKS = 3
 OPERATIONS = {"all-gather": "c10d._allgather_base_", "all-reduce": "c10d.allreduce_"}
-PER_STEP = {"all-gather": 2 * BLOCKS - 1, "all-reduce": BLOCKS}
-"""Number of collectives in a step. The last block is not gathered again in backward."""
+PER_STEP = {"all-gather": 2 * BLOCKS, "all-reduce": BLOCKS}
+"""Number of collectives in a step: each block is gathered in forward and in backward."""
 
 
 class BitFlip(TorchDispatchMode):
@@ -119,7 +119,8 @@ def flip_bit_of_message(data: bytes) -> None:
 
 
 def corrupt_message(rank: int, world_size: int) -> list[str]:
-    """Rank 1 corrupts a message after it has sent it. The parameter has its own chunk.
+    """Rank 1 corrupts a message after it has sent it. The parameter has its own
+    chunk, so the message consists of the bytes of its shard.
 
     Returns the exceptions of this step and of the next one.
     """
@@ -171,7 +172,7 @@ def reset_after_different_waits(rank: int, world_size: int) -> str:
 
 
 def fall_back_on_one_rank(rank: int, world_size: int, mode: Any) -> str:
-    """On rank 0, functions of torch issue the collectives, because a method is replaced."""
+    """On rank 0, functions of torch issue the collectives, because one of them is replaced."""
     if rank == 0:
         from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 

@@ -1,7 +1,8 @@
 """Generates random kernel launches: the layout of their memory, and the call.
 
-Conversions are aligned to their element size; copies start at any byte. Sources hold random finite
-numbers of all magnitudes, because the NaN payload after a conversion is unspecified.
+Conversions are aligned to their element size. Copies write to any byte, and read floats at
+multiples of their size. Sources hold random finite numbers of all magnitudes, because the NaN
+payload after a conversion is unspecified.
 """
 
 from __future__ import annotations
