@@ -53,8 +53,8 @@ fc_status fc_layout_init(fc_layout *layout, int32_t ndim, const int64_t *sizes, 
                             (long long)world);
     }
     result.rows = sizes[dim];
-    /* The sum rows + world - 1 rounds up. The padded total, outer * chunk * world * row_numel,
-     * bounds every later offset. */
+    /* (rows + world - 1) / world is rows / world, rounded up. The padded total,
+     * outer * chunk_rows * world * row_numel, bounds every later offset. */
     int64_t rounded = 0;
     bool fits = result.rows >= 0 && product(sizes, 0, dim, &result.outer) &&
                 product(sizes, dim + 1, ndim, &result.row_numel) &&

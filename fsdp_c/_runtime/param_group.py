@@ -199,7 +199,10 @@ class TypedParamGroup(ParamGroup):
     """A group with parameters that ``typed_params.py`` describes."""
 
     def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
-        """Restores types and inserts torch's node, whose outputs get types. Ends pre-forward."""
+        """Runs at the end of pre-forward. Restores the types of the parameters.
+
+        While types are checked, inserts torch's node, because its outputs get types.
+        """
         for param in self.fsdp_params:
             param._restore_spmd_types(param.unsharded_param)
         if is_type_checking():

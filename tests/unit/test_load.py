@@ -32,7 +32,7 @@ from fsdp_c._checkpoint.source import LoadingRanks
 
 
 class Model(nn.Module):
-    """A model with tied parameters, two persistent buffers (one 0-d), and one that is not."""
+    """A model with tied parameters, three persistent buffers (one 0-d), and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
