@@ -1,6 +1,7 @@
 """The training example on two gloo ranks, in a small configuration.
 
-One run and the interrupted runs use torchrun, as users do. All other runs use forked ranks.
+One run and the interrupted runs use torchrun, as users do. All other runs use forked ranks. Only
+the interrupted runs start new interpreters.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fork_server
+import forked_python
 import pytest
 from launch import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.xdist_group("example")  # the tests share launches
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # With faulthandler, a rank that dies by a signal prints its stacks.
 ENVIRONMENT = {
     **os.environ,
@@ -47,15 +49,15 @@ class RunResult:
     stderr: str
 
 
-def launch(*arguments: object, ranks: int = 2, fresh: bool = False) -> RunResult:
+def launch(*arguments: object, ranks: int = 2, by_command: bool = False) -> RunResult:
     """Runs the example to its end in forked ranks.
 
-    ``fresh``: in new interpreters, by torchrun, or by plain python on one rank.
+    ``by_command``: by the command of users, which is torchrun, or plain python on one rank.
     """
     words = [*TINY, *map(str, arguments)]
-    if fresh:
-        prefix = TORCHRUN if ranks == 2 else [sys.executable]
-        command = [*prefix, str(SCRIPT), *words]
+    if by_command:
+        prefix = TORCHRUN if ranks == 2 else []
+        command = [forked_python.make_program(), *prefix, str(SCRIPT), *words]
         result = subprocess.run(
             command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
         )
@@ -90,8 +92,8 @@ class Runs:
     def get(self, impl: str, precision: str) -> Path:
         out = self.folder / f"{impl}-{precision}"
         if out not in self.printed:
-            fresh = (impl, precision) == ("fsdp_c", "fp32")
-            result = launch("--impl", impl, "--out", out, *PRECISIONS[precision], fresh=fresh)
+            words = ("--impl", impl, "--out", out, *PRECISIONS[precision])
+            result = launch(*words, by_command=(impl, precision) == ("fsdp_c", "fp32"))
             assert result.returncode == 0, rank_errors(result)
             self.printed[out] = result.stdout
         return out
@@ -163,7 +165,7 @@ def test_example_prints_and_writes_its_results(runs: Runs) -> None:
 def test_example_without_torchrun_resumes_the_newest_checkpoint(
     tmp_path: Path,
 ) -> None:
-    first = launch("--impl", "torch", "--out", tmp_path, ranks=1, fresh=True)
+    first = launch("--impl", "torch", "--out", tmp_path, ranks=1, by_command=True)
     assert first.returncode == 0, rank_errors(first)
     assert "on 1 x cpu" in first.stdout
     uninterrupted = losses(tmp_path)
@@ -220,7 +222,16 @@ def test_example_resumed_with_other_settings_reports_the_differences(
 def test_interrupted_example_ends_both_ranks_with_a_short_message(
     impl: str, tmp_path: Path
 ) -> None:
-    command = [*TORCHRUN, str(SCRIPT), *TINY, "--impl", impl, "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        *TORCHRUN,
+        str(SCRIPT),
+        *TINY,
+        "--impl",
+        impl,
+        "--out",
+        str(tmp_path),
+    ]
     process = subprocess.Popen(
         [*command, "--steps", "100000", "--save-every", "100000"],
         env=ENVIRONMENT,

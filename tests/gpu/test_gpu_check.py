@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fork_server
+import forked_python
 import pytest
 
 GPU = Path(__file__).resolve().parent
@@ -45,7 +46,7 @@ class CheckResult:
 
 
 def run_gpu_check(out: Path, only: str = STEPS, **environment: str) -> CheckResult:
-    env = os.environ | {"OUT": str(out), "PYTHON": sys.executable} | environment
+    env = os.environ | {"OUT": str(out), "PYTHON": forked_python.make_program()} | environment
     command = [str(GPU / "gpu_check.sh"), "--device", "sim", "--only", only]
     completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=380)
     assert completed.stderr == "", (out / "log.txt").read_text()
@@ -64,7 +65,8 @@ def run_gpu_check(out: Path, only: str = STEPS, **environment: str) -> CheckResu
 @pytest.fixture(scope="module")
 def complete_check(tmp_path_factory: pytest.TempPathFactory) -> CheckResult:
     simulated = GPU.parent / "accelerator/workers/simulated_build.py"
-    subprocess.run([sys.executable, str(simulated)], check=True)  # takes minutes if not yet built
+    built = fork_server.run_script(simulated)  # takes minutes if not yet built
+    assert built.returncode == 0, built.stderr
     return run_gpu_check(tmp_path_factory.mktemp("gpu_check"))
 
 

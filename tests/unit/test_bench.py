@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import fork_server
+import forked_python
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +23,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 def test_quick_benchmark_writes_tables_and_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "report.md"
-    command = [sys.executable, "benchmarks/bench.py", "--quick", "--out", str(out)]
+    program = forked_python.make_program()
+    command = [program, "benchmarks/bench.py", "--quick", "--out", str(out)]
     completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
     assert completed.returncode == 0, (completed.stdout + completed.stderr)[-3000:]
     text = out.read_text()
@@ -179,7 +181,7 @@ def test_benchmark_ranks_end_with_a_failed_rank_and_with_their_launcher(
     script = tmp_path / "script.py"
     script.write_text(RANK_SCRIPT)
     env = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
-    command = [sys.executable, str(script), *arguments]
+    command = [forked_python.make_program(), str(script), *arguments]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         lines = [launcher.stdout.readline() for _ in range(2)]

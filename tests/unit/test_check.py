@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fork_server
+import forked_python
 import pytest
 import torch
 import torch.nn as nn
@@ -226,7 +227,8 @@ def test_version_option_prints_versions_of_fsdp_c_torch_and_python() -> None:
 
 
 def test_check_option_reports_passed_checks() -> None:
-    completed = run(*find_command("--check").arguments)
+    command = [forked_python.make_program(), *find_command("--check").arguments]
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     passed = dict(re.findall(r"^  (\w[\w ]*?) +ok +(.+)$", completed.stdout, re.M))
     gpu = {0: [], 1: ["one GPU"]}.get(torch.cuda.device_count(), ["two GPUs"])

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import fork_server
+import forked_python
 import pytest
 from shell_commands import find_command
 
@@ -117,7 +117,7 @@ def test_compare_under_torchrun_prints_one_report_that_names_the_gradient_with_a
     tmp_path: Path,
 ) -> None:
     json_file = tmp_path / "result.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [forked_python.make_program(), "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "fsdp_c", "compare", "--rounds", "1", "--steps", "2"]
     command += ["--json", str(json_file), str(JOB), "one_gradient_bit"]
     completed = subprocess.run(

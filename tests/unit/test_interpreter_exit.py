@@ -12,10 +12,11 @@ import fsdp_c._compat.shutdown
 
 # A daemon thread runs for sys.argv[1] seconds without the GIL, as torch's threads do. Prints
 # whether wait_for_threads returned after the thread's end, and whether it returned within that
-# time plus one second.
-PROGRAM = """
+# time plus one second. The module is imported without the package, and therefore without torch.
+PROGRAM = f"""
 import hashlib, sys, threading, time
-from fsdp_c._compat import shutdown
+sys.path.insert(0, {str(Path(fsdp_c._compat.shutdown.__file__).parent)!r})
+import shutdown
 ended = threading.Event()
 def work():  # pbkdf2_hmac releases the GIL
     while time.monotonic() < until:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 from python_mutations import PYTHON_MUTATIONS
 
@@ -37,7 +37,7 @@ def run_test(copied_root: Path, test: str) -> subprocess.CompletedProcess[str]:
     file, _, name = test.partition("::")
     options = ["-x", "-q", "-p", "no:cacheprovider", "-k", name]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, f"tests/{file}"],
+        [forked_python.make_program(), "-m", "pytest", *options, f"tests/{file}"],
         cwd=copied_root,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,

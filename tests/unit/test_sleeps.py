@@ -21,6 +21,7 @@ STACKS = "a process that hangs gets this time to write its stacks, and is killed
 
 SLEEPS = {
     "harness/fork_server.py": [POLL],
+    "harness/forked_python.py": [POLL],
     "harness/launch.py": [POLL, STACKS],
     "faults/workers/failure_trials.py": [POLL, POINT, STACKS],
     "faults/workers/ending_ranks.py": [POLL],

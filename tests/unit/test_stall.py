@@ -15,6 +15,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -143,7 +144,7 @@ os.abort()
 
 
 def test_signal_writes_the_file_and_keeps_the_previous_action(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", SIGNALS, str(tmp_path)], timeout=60)
+    ended = subprocess.run([forked_python.make_program(), "-c", SIGNALS, str(tmp_path)], timeout=60)
     assert ended.returncode == -signal.SIGABRT
     assert (tmp_path / "c").stat().st_size == 6 + 4096 * 128
 
@@ -165,7 +166,7 @@ def test_signal_writes_the_file_and_then_has_its_default_action(
     name: str, ends: bool, tmp_path: Path
 ) -> None:
     """The default action of SIGUSR1 is left out: it would end a process that only writes a file."""
-    command = [sys.executable, "-c", DEFAULT_ACTION, str(tmp_path / "file"), name]
+    command = [forked_python.make_program(), "-c", DEFAULT_ACTION, str(tmp_path / "file"), name]
     ended = subprocess.run(command, timeout=60)
     assert ended.returncode == (-getattr(signal, name) if ends else 0)
     assert (tmp_path / "file").stat().st_size == 6 + 4096 * 128
@@ -209,7 +210,7 @@ assert os.waitpid(pid, 0)[1] == 0
 def test_signal_in_a_forked_child_leaves_the_file_and_runs_the_previous_action(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-c", FORKED_CHILD, str(tmp_path / "file")]
+    command = [forked_python.make_program(), "-c", FORKED_CHILD, str(tmp_path / "file")]
     assert subprocess.run(command, timeout=60).returncode == 0
 
 
@@ -232,7 +233,9 @@ def test_previous_signal_action_without_handler_may_have_sa_siginfo(
     action: signal.Handlers, tmp_path: Path
 ) -> None:
     arguments = [str(tmp_path / "file"), str(int(action))]
-    ended = subprocess.run([sys.executable, "-c", ACTION_WITH_SIGINFO, *arguments], timeout=60)
+    ended = subprocess.run(
+        [forked_python.make_program(), "-c", ACTION_WITH_SIGINFO, *arguments], timeout=60
+    )
     assert ended.returncode == (-signal.SIGTERM if action == signal.SIG_DFL else 0)
     assert (tmp_path / "file").stat().st_size == 6 + 4096 * 128
 
