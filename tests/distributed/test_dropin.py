@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import fork_server
-import forked_python
 import pytest
 from launch import run_ranks
 from shell_commands import find_command
@@ -61,9 +60,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def run_command(name: str, folder: Path, arguments: list[str]) -> None:
     extra, words = LAUNCHES[name]
     env = installed_environment(folder, **extra)
-    command = [forked_python.make_program(), *words[1:], *arguments]
     completed = subprocess.run(
-        command, env=env, cwd=JOB.parent, capture_output=True, text=True, timeout=280
+        [*words, *arguments], env=env, cwd=JOB.parent, capture_output=True, text=True, timeout=280
     )
     assert completed.returncode == 0, completed.stderr[-6000:]
 

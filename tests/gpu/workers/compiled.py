@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from gpt import GPT, GPTConfig, next_byte_loss
-from outcome import ON_CUDA, conclude
+from outcome import ON_CUDA, conclude, wait_for_threads
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from variants import MIXED
 
@@ -63,6 +63,7 @@ def run_process(implementation: str) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     print(json.dumps(train(implementation)), flush=True)
     dist.destroy_process_group()
+    wait_for_threads()
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ SKIPPED = 77
 faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
 
 
-def _wait_for_gloo_threads() -> None:
-    """Waits for gloo's threads: a thread that requests the GIL during shutdown aborts Python."""
+def wait_for_threads() -> None:
+    """Waits for torch's threads: a thread that requests the GIL during shutdown aborts Python."""
     runpy.run_path(str(ROOT / "fsdp_c/_compat/shutdown.py"))["wait_for_threads"]()
 
 
@@ -43,7 +43,7 @@ def _write(line: str, figures: dict[str, Any]) -> None:
 def conclude(passed: bool, line: str, **figures: Any) -> NoReturn:
     """Ends the step with PASS or FAIL and this line."""
     _write(line, figures)
-    _wait_for_gloo_threads()
+    wait_for_threads()
     sys.exit(0 if passed else 1)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import loop_group
 import torch
 import variants
-from outcome import DEVICE, SMALL, start_device
+from outcome import DEVICE, SMALL, start_device, wait_for_threads
 from variants import Tools
 
 
@@ -95,6 +95,7 @@ def main() -> None:
     if options.native:
         result["inner"] = loop_group.DELAYS.native.inner_collectives()
     options.file.write_text(json.dumps(result))
+    wait_for_threads()
 
 
 if __name__ == "__main__":
