@@ -65,7 +65,7 @@ def measure(rounds: int, steps: int) -> dict[str, dict[str, dict[str, dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json")
     given = parser.parse_args()
     paths = [str(ROOT / "build/cuda-sim/package"), os.environ.get("PYTHONPATH", "")]
