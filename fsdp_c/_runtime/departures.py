@@ -276,6 +276,10 @@ class Departures:
         """Publishes a request of this rank, which remains open."""
         self._publish(self._make_key(), departure)
 
+    def has_open_requests(self) -> bool:
+        """Whether a difference may exist that no rank has described yet."""
+        return bool(self._open_requests or self._unset_requests)
+
     def answer(self) -> None:
         """Answers requests of other ranks. Stops the process groups whose ranks differ."""
         with self._lock:

@@ -268,7 +268,7 @@ class StallMonitor(threading.Thread):
     def _compare(self, seconds: float) -> None:
         """Answers ranks whose collective differs. Compares collectives of NCCL process groups."""
         now = time.monotonic()
-        if label_comparison.has_groups() and now - self._compared >= label_comparison.INTERVAL:
+        if label_comparison.is_due(now - self._compared):
             self._compared = now
             label_comparison.compare()
         elif seconds >= PATIENCE and now - self._read_at >= min(REQUEST_READ_INTERVAL, seconds / 2):

@@ -116,6 +116,13 @@ PYTHON_MUTATIONS = {
         "unit/test_departures.py",
         "assert 2 == 1",
     ),
+    "rank with an open request waits as long for the next comparison": PythonMutation(
+        "_runtime/label_comparison.py",
+        " or get_departures().has_open_requests()",
+        "",
+        "unit/test_label_comparison.py",
+        "assert False == True",
+    ),
     "rank issues the collective although another rank leaves": PythonMutation(
         "_runtime/departures.py",
         "or not self._decide(store, key)",
