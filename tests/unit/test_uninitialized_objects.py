@@ -127,7 +127,7 @@ def test_clip_scale_stops_at_the_first_argument_that_raises() -> None:
     assert calls == []
 
 
-def test_hook_with_a_tuple_of_modules_adds_the_modules_to_the_state() -> None:
+def test_hook_of_several_modules_sets_modules_to_run_forward() -> None:
     state = _C.State()
     hook = _C.Hook(state, False, print, ("first", "second"))
     with pytest.raises(RuntimeError, match="the FSDP state is not initialized"):
