@@ -102,7 +102,7 @@ def raise_key_error() -> None:
     raise KeyError
 
 
-def test_sizes_that_raise_or_change_their_list_do_not_crash() -> None:
+def test_index_method_of_size_that_raises_or_clears_the_list_does_not_crash() -> None:
     calls: list[int] = []
     with pytest.raises(KeyError):
         _C.Param([Index(raise_key_error), Index(lambda: calls.append(1))], 0, 1, 0)
