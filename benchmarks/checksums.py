@@ -33,7 +33,7 @@ WARM_UP = 3
 ALL_JOBS = JOBS | {
     "medium, 8 sequences": lambda: make_gpt_job(GPTConfig(layers=8, width=512, heads=8), 8)
 }
-"""The cost depends on the time of a step per parameter: ``medium`` has one sequence."""
+"""A longer step per parameter makes the relative cost smaller. ``medium`` has one sequence."""
 DEFAULT = ["small", "medium", "medium, 8 sequences"]
 MODES: dict[str, GuardMode] = {"off": "off", "on": "on", "hash": "hash", "control": "on"}
 RATIOS = (("on", "off"), ("hash", "on"), ("control", "on"))

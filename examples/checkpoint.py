@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 RUN_FILE = "run.json"
 NOT_RECORDED = ("impl", "out", "resume", "text_bytes", "save_every", "sample_bytes", "compare")
-"""Arguments on which the losses do not depend. The digest of the text stands for its bytes."""
+"""Arguments on which the losses do not depend. A digest of the text replaces ``text_bytes``."""
 
 
 class Checkpoints:

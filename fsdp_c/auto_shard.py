@@ -1,7 +1,8 @@
 """``auto_shard``: shards a model in one call. A policy selects the units.
 
 The call plans the units (``wrap.py``), then calls ``fully_shard`` on each unit and on the root. If
-one of these calls fails, the changes of all calls are rolled back.
+one of these calls fails, the changes of all calls are rolled back, unless ``keep_originals`` is
+false.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def auto_shard(
             split; a bound is not positive.
         TypeError: ``model`` is not a module, ``policy`` not a policy, or a bound not a number.
 
-    An exception, of the policy or of ``fully_shard``, leaves the model unchanged. Rank 0 logs the
-    units in one INFO line of torch's FSDP2 logger.
+    An exception, of the policy or of ``fully_shard``, leaves the model unchanged if
+    ``keep_originals`` is true. Rank 0 logs the units in one INFO line of torch's FSDP2 logger.
     """
     if frozen not in ("warn", "error", "ignore"):
         raise ValueError(f"frozen should be 'warn', 'error' or 'ignore', not {frozen!r}")
@@ -149,7 +150,7 @@ def auto_shard(
 
 
 def _drop_missing_argument(unit: Unit, signature: inspect.Signature) -> Unit:
-    """Returns the unit without the argument of heads if ``shard_fn`` does not have it."""
+    """Returns the unit without ``reshard_after_forward`` if ``shard_fn`` does not accept it."""
     name = "reshard_after_forward"
     parameters = signature.parameters.values()
     if any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters):

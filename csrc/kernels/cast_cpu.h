@@ -23,16 +23,16 @@
 typedef void (*fck_loop)(const void *src, void *dst, int64_t count);
 
 /* Castable types other than float32, as indices of the loops that convert to and from float32. */
-typedef enum fck_spoke {
-    FCK_SPOKE_HALF,
-    FCK_SPOKE_DOUBLE,
-    FCK_SPOKE_BFLOAT16,
-    FCK_SPOKES,
-} fck_spoke;
+typedef enum fck_loop_type {
+    FCK_LOOP_HALF,
+    FCK_LOOP_DOUBLE,
+    FCK_LOOP_BFLOAT16,
+    FCK_LOOP_TYPES,
+} fck_loop_type;
 
 typedef struct fck_loops {
-    fck_loop to_float[FCK_SPOKES];
-    fck_loop from_float[FCK_SPOKES];
+    fck_loop to_float[FCK_LOOP_TYPES];
+    fck_loop from_float[FCK_LOOP_TYPES];
 } fck_loops;
 
 /* Defines `name`, which converts `count` elements one at a time with `convert`. */

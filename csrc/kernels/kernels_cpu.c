@@ -19,11 +19,11 @@ static const char no_cast[] = "these element types can be moved but not converte
 /* elements per step of a conversion through float32; a block of them stays in the L1 cache */
 enum { FLOAT_BLOCK = 512 };
 
-static fck_spoke index_of_type(fck_dtype dtype) {
+static fck_loop_type index_of_type(fck_dtype dtype) {
     assert(fck_float_size(dtype) != 0 && dtype != FCK_FLOAT32);
-    return dtype == FCK_FLOAT16   ? FCK_SPOKE_HALF
-           : dtype == FCK_FLOAT64 ? FCK_SPOKE_DOUBLE
-                                  : FCK_SPOKE_BFLOAT16;
+    return dtype == FCK_FLOAT16   ? FCK_LOOP_HALF
+           : dtype == FCK_FLOAT64 ? FCK_LOOP_DOUBLE
+                                  : FCK_LOOP_BFLOAT16;
 }
 
 /* Converts block by block through float32. Precondition: the two types differ, and neither type is

@@ -5,8 +5,8 @@
  * received sum, and rank b has the complete sum. Sums of floating-point numbers depend on this
  * order, so this file adds in the same order.
  *
- * A block is a whole number of segments. Segments are divided as in gloo: at most a mebibyte each,
- * at least two per rank. tests/distributed/test_shm_collectives.py compares the results with
+ * A block is a whole number of segments. Segments have the sizes of gloo's: at most a mebibyte
+ * each, at least two per rank. tests/distributed/test_shm_collectives.py compares the results with
  * gloo. Each hop rounds to the element type, because gloo sends elements of that type. */
 #include "ring.h"
 
@@ -56,7 +56,7 @@ ADD_LOOP(add_floats, float, int32_t)
 ADD_LOOP(add_doubles, double, int64_t)
 
 /* Adds elements of a 16-bit type in float and rounds the sums to the type. */
-static void add_through_float(fck_spoke type, void *sum, const void *row, int64_t bytes) {
+static void add_through_float(fck_loop_type type, void *sum, const void *row, int64_t bytes) {
     const fck_loops *loops = fck_loops_best();
     float received[TILE_BYTES / 2], own[TILE_BYTES / 2];
     loops->to_float[type](sum, received, bytes / 2);
@@ -80,12 +80,12 @@ static void rewrite_nans(void *sum, int64_t bytes, uint16_t infinity, uint16_t k
 }
 
 static void add_halves(void *sum, const void *row, int64_t bytes) {
-    add_through_float(FCK_SPOKE_HALF, sum, row, bytes);
+    add_through_float(FCK_LOOP_HALF, sum, row, bytes);
     rewrite_nans(sum, bytes, 0x7c00, 0x8000, 0x7e00);
 }
 
 static void add_bfloat16(void *sum, const void *row, int64_t bytes) {
-    add_through_float(FCK_SPOKE_BFLOAT16, sum, row, bytes);
+    add_through_float(FCK_LOOP_BFLOAT16, sum, row, bytes);
     rewrite_nans(sum, bytes, 0x7f80, 0, 0x7fc0);
 }
 

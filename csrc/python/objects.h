@@ -15,7 +15,7 @@
 #include "../core/state.h"
 #include "version_cache.h"
 
-/* Names of attributes and methods that every step uses, as interned strings; X(identifier). */
+/* Names of attributes and methods that the extension uses, as interned strings; X(identifier). */
 #define FCPY_NAMES(X)                                                                              \
     X(_local_tensor)                                                                               \
     X(_is_param)                                                                                   \

@@ -16,9 +16,9 @@ fct_op_label op_label_take_next(void);
 bool op_label_is_equal(const fct_op_label *a, const fct_op_label *b);
 /* Writes what a rank issues, for example "rank 0 gathers 'blocks.3' (step 17, forward)". `peer` is
  * the label that differs. If the names are equal and both labels are of gathers or both of
- * reductions, the text adds the first difference. The order is: model, parameters, divisor, size,
- * reduction operation, and last parameters from the 65th on and factors. A peer may write to
- * `label` and `peer` (shared memory) during the call; the function reads copies. */
+ * reductions, the text adds the first difference. The order is: model, first 64 parameters,
+ * divisor, size, reduction operation, further parameters or factors. A peer may write to `label`
+ * and `peer` (shared memory) during the call; the function reads copies. */
 void op_label_describe(const fct_op_label *label, const fct_op_label *peer, fct_op_kind kind,
                        int rank, char *text, size_t bytes);
 

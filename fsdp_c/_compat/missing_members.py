@@ -26,7 +26,8 @@ from .torch_releases import raise_unsupported
 class MissingParamMembers:
     """Members of ``FSDPParam`` that older releases lack, or that torch 2.15 removed.
 
-    torch's constructor, which ``Param`` does not call, sets some of them.
+    torch's constructor sets some of them. ``Param`` calls it only if a patch or a subclass replaces
+    one of its methods (``has_custom_constructor``).
     """
 
     is_spmd_types = False
@@ -57,9 +58,10 @@ class MissingParamMembers:
         return self._get_grad_inner_tensor(grad)  # type: ignore[attr-defined]
 
     def to_accumulated_grad_if_needed(self) -> None:
-        """Moves the gradient to the accumulated gradient, in the reduce dtype.
+        """Casts the gradient to the reduce dtype and makes it the accumulated gradient.
 
-        The core calls it if a gradient method is patched.
+        Does nothing if the gradient has that dtype. The core calls it if a gradient method is
+        patched.
         """
         param, dtype = self._unsharded_param, self.reduce_dtype
         grad = param.grad

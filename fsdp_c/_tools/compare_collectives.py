@@ -1,7 +1,7 @@
 """Counts collectives of one step, for the observer of ``compare``.
 
-Imports only torch and the standard library: the processes that run torch alone load this file
-without fsdp_c, which issues the same c10d operations as torch.
+Imports only torch and the standard library, because the processes that run torch alone load this
+file without fsdp_c. fsdp_c issues the same c10d operations as torch, so one counter serves both.
 """
 
 from __future__ import annotations

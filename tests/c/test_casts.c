@@ -132,7 +132,7 @@ static void vector_loops_match_portable_loops_bit_for_bit(void **state) {
     if (best == &fck_loops_portable) {
         skip();
     }
-    static const int64_t spoke_size[FCK_SPOKES] = {2, 8, 2};
+    static const int64_t element_size[FCK_LOOP_TYPES] = {2, 8, 2};
     enum { LONGEST = 5000 };
     static unsigned char src[LONGEST * 8], fast[LONGEST * 8 + 8], slow[LONGEST * 8 + 8];
     random_state random = {2};
@@ -141,13 +141,13 @@ static void vector_loops_match_portable_loops_bit_for_bit(void **state) {
             /* A quarter of the 16-bit patterns and an eighth of the floats are NaN or infinite. */
             src[k] = (unsigned char)(draw(&random) | (draw(&random) % 4 == 0 ? 0x7f : 0));
         }
-        for (int s = 0; s < FCK_SPOKES; s++) {
+        for (int s = 0; s < FCK_LOOP_TYPES; s++) {
             memset(fast, UNTOUCHED, sizeof fast);
             memset(slow, UNTOUCHED, sizeof slow);
             best->from_float[s](src, fast, count);
             fck_loops_portable.from_float[s](src, slow, count);
             assert_memory_equal(fast, slow, sizeof fast);
-            assert_int_equal(fast[count * spoke_size[s]], UNTOUCHED);
+            assert_int_equal(fast[count * element_size[s]], UNTOUCHED);
             best->to_float[s](src, fast, count);
             fck_loops_portable.to_float[s](src, slow, count);
             assert_memory_equal(fast, slow, sizeof fast);

@@ -48,7 +48,7 @@ static size_t count_unknown(size_t count) {
 
 /* Three units (the root and two layers): a gather in forward and one in backward, except for the
  * last unit of the forward, and an all-reduce. */
-static void each_step_passes_the_device_checksums_of_the_previous_step(void **state) {
+static void each_step_adds_the_device_checksums_of_the_previous_step(void **state) {
     (void)state;
     begin();
     step();
@@ -290,7 +290,7 @@ static void checksum_of_an_ended_interval_becomes_unknown(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(each_step_passes_the_device_checksums_of_the_previous_step),
+        cmocka_unit_test(each_step_adds_the_device_checksums_of_the_previous_step),
         cmocka_unit_test(host_does_not_wait_for_the_copy_of_a_table),
         cmocka_unit_test(each_flipped_bit_of_a_gathered_row_changes_the_checksum),
         cmocka_unit_test(changed_own_row_has_another_checksum_than_the_gathered_rows),

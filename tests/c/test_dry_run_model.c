@@ -285,7 +285,7 @@ static void refuse(const fcd_call *call, const char *message) {
     model.error.message[0] = '\0';
 }
 
-static void invalid_call_is_refused_with_the_value(void **state) {
+static void error_of_an_invalid_call_contains_the_value(void **state) {
     const fcd_call calls[] = {
         {FCD_CALL_PRE_FORWARD, {2}},         {FCD_CALL_GRADIENT, {0, 1, -1, 32}},
         {FCD_CALL_ALLOC, {STEP, 1}},         {FCD_CALL_ALLOC, {0, -1}},
@@ -315,7 +315,7 @@ int main(void) {
         cmocka_unit_test(offloaded_shards_and_gradients_use_no_device_memory),
         cmocka_unit_test(all_objects_are_released_after_any_call),
         cmocka_unit_test(invalid_description_is_refused_with_the_name_of_the_item),
-        cmocka_unit_test(invalid_call_is_refused_with_the_value),
+        cmocka_unit_test(error_of_an_invalid_call_contains_the_value),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -225,7 +225,7 @@ static void sim_reports_wrong_row_in_all_gather(void **state) {
     sim_end();
 }
 
-static void sim_reports_gathered_buffer_read_before_wait(void **state) {
+static void sim_reports_write_to_gathered_buffer_before_wait(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_begin((sim_config){.seed = 5, .streams = streams != 0});
@@ -263,7 +263,7 @@ static void sim_collective_holds_tensors_until_complete(void **state) {
     sim_end();
 }
 
-static void sim_reduce_scatter_sums_multiples_of_peers(void **state) {
+static void sim_reduce_scatter_adds_gradients_of_simulated_peers(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 6});
     const int64_t four[1] = {4};
@@ -375,10 +375,10 @@ int main(void) {
         cmocka_unit_test(sim_streams_run_in_different_orders_per_seed),
         cmocka_unit_test(sim_all_gather_returns_rows_of_all_ranks),
         cmocka_unit_test(sim_reports_wrong_row_in_all_gather),
-        cmocka_unit_test(sim_reports_gathered_buffer_read_before_wait),
+        cmocka_unit_test(sim_reports_write_to_gathered_buffer_before_wait),
         cmocka_unit_test(sim_reports_memory_freed_during_collective),
         cmocka_unit_test(sim_collective_holds_tensors_until_complete),
-        cmocka_unit_test(sim_reduce_scatter_sums_multiples_of_peers),
+        cmocka_unit_test(sim_reduce_scatter_adds_gradients_of_simulated_peers),
         cmocka_unit_test(sim_freed_memory_is_reused_and_filled_with_nan),
         cmocka_unit_test(sim_reports_leak),
         cmocka_unit_test(sim_reports_two_notifications_of_a_leaf),

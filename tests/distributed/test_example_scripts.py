@@ -85,7 +85,7 @@ def test_loss_of_hsdp_tp_is_the_mean_of_its_microbatches() -> None:
 
 
 @pytest.mark.parametrize("mesh", ["1x1x1x", "ax1x1x1", "1x²x1", "1x1"])
-def test_hsdp_tp_with_invalid_mesh_names_the_expected_form(mesh: str) -> None:
+def test_hsdp_tp_with_invalid_mesh_prints_the_expected_form(mesh: str) -> None:
     with pytest.raises(RanksFailed) as failed:
         launch("hsdp_tp", 1, *GPT, "--mesh", mesh)
     expected = f"--mesh is REPLICASxSHARDSxTENSOR, such as 1x2x2, not {mesh}"

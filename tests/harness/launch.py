@@ -282,8 +282,8 @@ def wait_for_gloo_threads() -> None:
 
     gloo's threads take the GIL to release tensors that have Python objects, and DTensor's caches
     keep the group alive after its destruction. A thread that waits for the GIL during interpreter
-    shutdown aborts the process, under torch and under fsdp_c. Ranks of both therefore end as
-    fsdp_c's do.
+    shutdown aborts the process, under torch and under fsdp_c. fsdp_c waits for these threads at
+    exit. Ranks that run torch's FSDP2 need the same wait.
     """
     runpy.run_path(str(SHUTDOWN))["wait_for_threads"]()
 

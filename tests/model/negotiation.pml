@@ -262,8 +262,9 @@ inline compare_later_plan(rank_waits) {
 #define compare_later_plan(rank_waits) skip
 #endif
 
-/* shm_negotiation_compare_plan. `is_first`: the plan of round 1. Sets `equal` if the result is not
- * unknown, and `err` to PLAN if it differs. */
+/* shm_negotiation_compare_plan. `is_first`: the plan of round 1. Sets `equal` if the plans are
+ * equal or are not compared, and `err` to PLAN if they differ. Sets neither before the results
+ * arrive. */
 inline compare_plan(is_first, rank_waits) {
     equal = 0;
     if

@@ -62,7 +62,7 @@ def test_grid_setting_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_grid_contains_every_value_of_dimension(name: str) -> None:
+def test_grid_contains_every_value_of_each_dimension(name: str) -> None:
     generated = {getattr(setting, name) for setting in generate(0, 240)}
     assert generated == set(CHOICES[name])
 
@@ -83,7 +83,9 @@ def test_grid_contains_every_mixed_precision_combination() -> None:
         ("compiled", ("blocks", "root")),
     ],
 )
-def test_wide_grid_contains_every_value_of_dimension(name: str, values: tuple[Any, ...]) -> None:
+def test_wide_grid_contains_every_value_of_each_dimension(
+    name: str, values: tuple[Any, ...]
+) -> None:
     generated = {getattr(s, name) for _, s in generate_wide(0, 360, frozenset(FEATURES))}
     assert set(values) <= generated
 

@@ -251,7 +251,7 @@ def test_compare_records_gradients_that_a_closure_makes(observe: Any, by_keyword
     assert record["losses"][0][0] == float(loss.detach())
 
 
-def test_compare_passes_on_positional_argument_of_step_that_is_no_closure(observe: Any) -> None:
+def test_compare_forwards_positional_argument_of_step_that_is_no_closure(observe: Any) -> None:
     class Scaled(torch.optim.SGD):
         def step(self, scale: Any = None) -> Any:  # type: ignore[override]
             return scale

@@ -319,7 +319,7 @@ def test_plan_fits_if_peak_is_below_given_memory() -> None:
     assert quiet_plan(model).fits is None
 
 
-def test_plan_table_without_batch_and_optimizer_names_missing_arguments(fake_group: int) -> None:
+def test_plan_table_without_batch_and_optimizer_lists_missing_arguments(fake_group: int) -> None:
     text = str(fsdp_c.explain(sharded(), file=io.StringIO()))
     assert re.search(r"activations +unknown +pass a batch", text)
     assert re.search(r"optimizer states +unknown +pass the optimizer", text)

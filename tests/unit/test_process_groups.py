@@ -266,7 +266,7 @@ def list_boundary_calls(action: Callable[[], object]) -> list[str]:
 
 
 def test_parameter_group_is_counted_once_per_process_group(fake_group: int) -> None:
-    """gloo moves as many gathers as parameter groups are counted, before shared memory does."""
+    """gloo moves the first gathers, one per counted group. Shared memory moves the later ones."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
 
     calls = list_boundary_calls(lambda: build(fully_shard, mesh, reshard_after_forward=2))

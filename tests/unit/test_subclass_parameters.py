@@ -38,7 +38,7 @@ class OnlyChunks(OneArgument):
 
 
 @pytest.mark.parametrize("shard", [public.fully_shard, fsdp_c.fully_shard])
-def test_fully_shard_of_subclass_without_slices_shards_it(
+def test_subclass_that_refuses_slices_is_sharded(
     fake_group: int, shard: Callable[..., Any]
 ) -> None:
     values = torch.arange(64.0).view(16, 4)

@@ -102,7 +102,7 @@ def raise_key_error() -> None:
     raise KeyError
 
 
-def test_sizes_that_raise_or_change_their_list_do_not_crash() -> None:
+def test_index_method_of_size_that_raises_or_clears_the_list_does_not_crash() -> None:
     calls: list[int] = []
     with pytest.raises(KeyError):
         _C.Param([Index(raise_key_error), Index(lambda: calls.append(1))], 0, 1, 0)
@@ -127,7 +127,7 @@ def test_clip_scale_stops_at_the_first_argument_that_raises() -> None:
     assert calls == []
 
 
-def test_hook_with_a_tuple_of_modules_adds_the_modules_to_the_state() -> None:
+def test_hook_of_several_modules_sets_modules_to_run_forward() -> None:
     state = _C.State()
     hook = _C.Hook(state, False, print, ("first", "second"))
     with pytest.raises(RuntimeError, match="the FSDP state is not initialized"):

@@ -1,9 +1,10 @@
 """Trains settings of the parity grid under torch's FSDP2 and under the installed fsdp_c.
 
-``python short_parity.py COUNT`` compares COUNT settings bit by bit on one rank and on two. It needs
-torch and numpy only, with ``tests/harness`` and ``tests/parity/workers`` in PYTHONPATH. The last
-line of the output is "COUNT settings on 1 and 2 ranks: equal". The exit code is 1 if any result
-differs, or if torch itself fails in more than 3 % of the settings.
+``python short_parity.py COUNT`` compares the first COUNT settings bit by bit on one rank and on
+two. It omits settings that the installed torch does not support. It needs torch and numpy only,
+with ``tests/harness`` and ``tests/parity/workers`` in PYTHONPATH. The last line of the output is
+"COUNT settings on 1 and 2 ranks: equal". The exit code is 1 if any result differs, or if torch
+itself fails in more than 3 % of the settings.
 """
 
 from __future__ import annotations

@@ -308,7 +308,7 @@ def hooks_of_extensions_that_are_replicated(api: Api) -> list[Any]:
 
 @scenario()
 def extension_inputs_of_varying_size(api: Api) -> list[Any]:
-    """The second input grows by one element per gather, and so must its output."""
+    """Each call of the pre hook makes the second input, and its output, one element longer."""
     model = shard_layers(api, layers())
     sizes: list[int] = []
 

@@ -212,7 +212,7 @@ def penalty_of_wgan_gp(api: Api) -> Found:
 
 @scenario()
 def penalty_on_activations(api: Api) -> Found:
-    """The gradient is taken of an activation, so backward does not pass the root's outputs."""
+    """The first backward ends at the output of the first block, an activation of the model."""
 
     def adversarial(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
         activations: list[torch.Tensor] = []

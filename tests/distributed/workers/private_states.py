@@ -184,7 +184,7 @@ def state_prefetch_lists(api: Api) -> list[Any]:
 
 @scenario()
 def lazy_init_called_directly(api: Api) -> list[Any]:
-    """Runs lazy init before the first forward. The root is still resharded after forward."""
+    """Runs lazy init before the first forward, then makes the root reshard after forward again."""
     model: Any = shard(api, blocks_and_head(1))
     state = state_of(model)
     info = state._fsdp_param_group.post_forward_mesh_info

@@ -1,9 +1,9 @@
 """The small models of the parity grid, one builder per family.
 
-Dimensions are small and odd (5, 7, 13), so that shards on two and four ranks are uneven and some
-are empty. A builder returns a ``Case``: the model, the modules to wrap in forward order, and a
-function that creates the inputs of one microbatch. Builders use torch's global generator only, so
-that a seed gives the same weights in every process.
+Most dimensions are 5, 7 or 13, so that shards on two and four ranks are uneven and some are empty.
+A builder returns a ``Case``: the model, the modules to wrap in forward order, and a function that
+creates the inputs of one microbatch. Builders use torch's global generator only, so that a seed
+gives the same weights in every process.
 """
 
 from __future__ import annotations
