@@ -435,6 +435,7 @@ static fc_status fill_unsharded(fc_gather *a) {
     if (a->pending.uses_fallback) {
         fct_tensor *rows = NULL;
         FC_TRY_RAISED(base->callbacks->copy_out(base->owner, &rows));
+        fc_unsharded_record_versions(base); /* aliases of an earlier gather may still be in use */
         fct_tensor_release(a->pending.buffer);
         a->pending.buffer = rows;
         fc_gather_checksum_add_unknown(&a->pending.checksum, base, a->pending.pg);

@@ -23,10 +23,19 @@ fc_status fc_unsharded_alias(fc_group_base *base, bool *all) {
     FC_TRY(fc_unsharded_can_alias(base, all));
     for (size_t i = 0; *all && i < base->count; i++) {
         FC_TRY(fc_param_alias_flat(base->params[i]));
-        base->params[i]->aliased_version = fc_group_base_version_of(base, base->params[i]);
+    }
+    if (*all) {
+        fc_unsharded_record_versions(base);
     }
 done:
     return status;
+}
+
+void fc_unsharded_record_versions(fc_group_base *base) {
+    assert(base->count == 0 || base->params != NULL);
+    for (size_t i = 0; i < base->count; i++) {
+        base->params[i]->aliased_version = fc_group_base_version_of(base, base->params[i]);
+    }
 }
 
 static bool is_owned(const fc_gather_plan *plan, const fc_slot *slot, const fc_chunks *chunks) {

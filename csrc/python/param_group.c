@@ -313,6 +313,11 @@ static fc_status pre_backward_without_prefetch(fc_group *g) {
     return fc_group_pre_backward(g, false);
 }
 
+static bool has_run_lazy_init(const fcpy_group *self) {
+    return self->dict != NULL &&
+           PyDict_GetItemString(self->dict, "_reset_sharded_params") == Py_True;
+}
+
 static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
     int default_prefetch = 1;
     if (PyTuple_GET_SIZE(args) > 0) {
@@ -322,10 +327,13 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
         }
     }
     /* Before lazy init, torch's pre_backward raises AttributeError for the first attribute that it
-     * reads: param_dtype of a parameter if the group has one rank, else a stream of the context. */
+     * reads: a stream of the context, which lazy init of the root sets, or with one rank
+     * param_dtype of a parameter, which lazy init of the group sets. */
     const bool one_rank = as_group(obj)->core.base.shard.world == 1;
-    return fcpy_group_check_context(as_group(obj), one_rank ? "FSDPParam" : "FSDPCommContext",
-                                    one_rank ? "param_dtype" : "all_gather_copy_in_stream")
+    return (one_rank && has_run_lazy_init(as_group(obj))) ||
+                   fcpy_group_check_context(as_group(obj),
+                                            one_rank ? "FSDPParam" : "FSDPCommContext",
+                                            one_rank ? "param_dtype" : "all_gather_copy_in_stream")
                ? run_transition(obj,
                                 default_prefetch ? pre_backward : pre_backward_without_prefetch)
                : NULL;

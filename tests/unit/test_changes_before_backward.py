@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 
 import fsdp_c
 
@@ -178,6 +179,21 @@ def test_change_in_place_after_the_backward_or_before_the_forward_is_accepted(
         run_forward(model).backward()
         run_step(params)
         decay(params)
+    assert has_gradients(model)
+
+
+@pytest.mark.parametrize("shard", [fsdp_c.fully_shard, *KEEP_UNSHARDED])
+def test_change_before_a_forward_that_a_replaced_gather_begins_is_accepted(
+    single_group: int, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, params = make_layers(shard)
+    run_forward(model).backward()
+    gather = param_group.foreach_all_gather
+    replacement = functools.wraps(gather)(functools.partial(gather))
+    monkeypatch.setattr(param_group, "foreach_all_gather", replacement)
+    for _ in range(2):
+        decay(params)
+        run_forward(model).backward()
     assert has_gradients(model)
 
 

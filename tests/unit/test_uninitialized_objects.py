@@ -8,11 +8,14 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import releases
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_c import _C, fully_shard
 from fsdp_c._runtime.param_group import ParamGroup
@@ -211,3 +214,18 @@ def test_groups_replaced_during_pre_forward_do_not_crash(single_group: int) -> N
     replacing = True
     module(torch.ones(2, 4))
     assert module._get_fsdp_state()._fsdp_param_groups == []
+
+
+@pytest.mark.parametrize("function", [torch_fully_shard, fully_shard])
+def test_pre_backward_of_group_on_one_rank_needs_an_unshard_but_no_forward(
+    single_group: int, function: Callable[..., Any]
+) -> None:
+    group = releases.groups_of(function(nn.Linear(4, 4))._get_fsdp_state())[0]
+    with pytest.raises(AttributeError, match="'FSDPParam' object has no attribute 'param_dtype'"):
+        group.pre_backward(True)
+    model = function(nn.Linear(4, 4))
+    model.unshard()
+    model.reshard()
+    group = releases.groups_of(model._get_fsdp_state())[0]
+    group.pre_backward(True)
+    assert group.is_unsharded and group._training_state.name == "PRE_BACKWARD"

@@ -237,6 +237,21 @@ def old_weights(mismatch: Mismatch) -> bool:
     )
 
 
+@rule("backward raises if parameters on one rank changed since forward; torch has copies")
+def changed_before_backward(mismatch: Mismatch) -> bool:
+    *earlier, last = [name for name, _ in mismatch.program]
+    if last != "backward" or "was changed in place between" not in mismatch.by_fsdp_c[0]:
+        return False
+    forwards = [index for index, name in enumerate(earlier) if name.startswith("forward")]
+    return any(name in WRITING for name in earlier[forwards[-1] :])
+
+
+@rule("a call of a group that raises before lazy init leaves the training state; torch sets it")
+def refused_call(mismatch: Mismatch) -> bool:
+    by_torch = mismatch.by_torch[0].replace("PRE_BACKWARD", "IDLE").replace("POST_BACKWARD", "IDLE")
+    return mismatch.raised("call_group") and by_torch == mismatch.by_fsdp_c[0]
+
+
 @rule("zero_grad() and a reset drop unreduced gradients; torch reduces them later")
 def dropped(mismatch: Mismatch) -> bool:
     without_sync = any(
