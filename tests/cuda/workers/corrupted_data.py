@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import data
@@ -24,8 +24,8 @@ STEPS = 120
 """Steps of a case with equal data. Each takes at least 50 ms: the ranks compare several times."""
 STEPS_UNTIL_EXCEPTION = 1200
 """The most steps of a case with a fault. Both ranks usually raise within 4 to 8 seconds."""
-SECONDS_UNTIL_EXIT = 60
-"""The longest wait for the end of the other rank. NCCL would end it at the exit of this rank."""
+LONGEST_WAIT_FOR_EXIT = timedelta(seconds=60)
+"""A rank waits for the end of the other one: NCCL would end it at the exit of this rank."""
 CASES = {
     # case: the shape of the mesh, and the fault of the device of rank 0 from its eleventh step on
     "sharded, equal": ((2,), {}),
@@ -91,19 +91,19 @@ def train(device: stub_runtime.Device, case: str, rank: int) -> str:
     return ""
 
 
-def wait_for_other_rank(rank: int, file: str) -> None:
-    """Returns when the other rank calls this function, too, or after ``SECONDS_UNTIL_EXIT``."""
-    Path(f"{file}.end{rank}").touch()
-    other = Path(f"{file}.end{1 - rank}")
-    end = time.monotonic() + SECONDS_UNTIL_EXIT
-    while not other.exists() and time.monotonic() < end:
-        time.sleep(0.02)
+def wait_for_other_rank(rank: int) -> None:
+    """Returns when the other rank calls this function, too."""
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    store.set(f"end/{rank}", "")
+    store.wait([f"end/{1 - rank}"], LONGEST_WAIT_FOR_EXIT)
 
 
 def main(rank: int, file: str, cases: list[str]) -> dict[str, Any]:
     device = data.join(rank, RANKS, file)
     messages = {case: train(device, case, rank) for case in cases}
-    wait_for_other_rank(rank, file)
+    wait_for_other_rank(rank)
     return {"messages": messages, "findings": device.findings()}
 
 
