@@ -52,8 +52,8 @@ std::shared_ptr<void> *attachment_of(const c10::intrusive_ptr<c10d::ProcessGroup
 }
 
 /* The largest number of ranks for which fct_exchange_start_distinct uses an all-to-all, in which
- * each rank sends a message to each other rank. gloo's all-gather is a ring: each rank sends to one
- * neighbor only. */
+ * each rank sends a message to each other rank. An all-gather of gloo is a ring: each rank sends to
+ * one neighbor only. */
 constexpr int kMaxAllToAllRanks = 64;
 
 /* Allocates integers below the dispatcher: dispatch modes and transforms of functorch would observe

@@ -18,8 +18,8 @@ bool fct_py_is_plain(struct _object *obj);  /* type(obj) is torch.Tensor or torc
  * is not a tensor. */
 fct_tensor *fct_py_tensor(struct _object *obj);
 /* Borrows the Python object of t if only that object and `references` references of the caller hold
- * t, else returns NULL. t then holds a reference to the object, which ends with those of the
- * caller. A tp_traverse of the caller visits the object once for it. */
+ * t, else returns NULL. In that case t holds a reference to the object, which ends with those of
+ * the caller. A tp_traverse of the caller visits the object once for it. */
 struct _object *fct_py_object_to_traverse(const fct_tensor *t, size_t references);
 /* The address of the storage of a torch.Tensor object, for comparison only. */
 const void *fct_py_storage(struct _object *tensor);

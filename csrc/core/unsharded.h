@@ -38,9 +38,9 @@ FC_CHECK fc_status fc_unsharded_make(fc_group_base *base, bool extends);
 FC_CHECK fc_status fc_unsharded_adopt(fc_group_base *base);
 /* Call record_leaves before the gather of a backward, and check_leaves after it. Both return
  * FC_ESTATE if forward may have used another leaf than `unsharded`, because the gradients of that
- * leaf would be lost. record_leaves detects a conversion to another dtype since forward.
- * check_leaves detects that an alias was created again, because its shard was replaced. Frozen
- * parameters and parameters with all-gather hooks are not checked.
+ * leaf would be lost. The first function detects a conversion to another dtype since forward, the
+ * second one that an alias was created again, because its shard was replaced. Frozen parameters
+ * and parameters with all-gather hooks are not checked.
  *
  * check_leaves also returns FC_ESTATE if the shard of an alias, frozen or not, was changed in place
  * since the gather. Gradients would then depend on new parameters and old activations. */
