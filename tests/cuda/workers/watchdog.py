@@ -43,6 +43,14 @@ LONGEST_WAIT = 100
 """Seconds until the watchdog must have ended the process, or aborted a communicator."""
 
 
+def start_hanging_collective(device: stub_runtime.Device) -> None:
+    """Starts a collective that never ends: the watchdog asks NCCL for errors of open ones only."""
+    import torch
+
+    device.set(hang_nccl=1)
+    torch.distributed.all_reduce(torch.ones(8, device="cuda"), async_op=True)
+
+
 def wait_for_abort(device: stub_runtime.Device) -> None:
     """Returns when a communicator was aborted."""
     end = time.monotonic() + LONGEST_WAIT
@@ -65,6 +73,8 @@ def main(implementation: str, case: str) -> dict[str, Any]:
     training = jobs.Training(implementation, jobs.JOBS["fsdp"])
     training.step()
     training.step()
+    if "nccl_async" in settings:
+        start_hanging_collective(device)
     device.set(**settings)
     if "nccl_async" in settings:
         wait_for_abort(device)
