@@ -90,6 +90,9 @@ class Mismatch:
         """Returns whether a gradient exists under only one implementation."""
         return any(".grad: " in a + b and not (a and b) for a, b in self.pairs())
 
+    def only_gradients_differ(self) -> bool:
+        return all(".grad: " in (a or b) or a.startswith("gradients: ") for a, b in self.pairs())
+
     def only_unsharded_weights_differ(self) -> bool:
         """Returns whether only the bits of unsharded parameters differ."""
         return all(
@@ -260,7 +263,10 @@ def dropped(mismatch: Mismatch) -> bool:
     )
     # A pipeline stage that raises leaves its flags off.
     without_sync = without_sync or mismatch.has_operation("pipeline_stage")
-    return without_sync and any(
+    written = mismatch.has_operation("change_grad") and any(
+        ".grad: Tensor " in line for lines in mismatch.before for line in lines
+    )
+    return (without_sync or written) and any(
         mismatch.has_operation(name) for name in ("zero_grad", "step", "reset_iter_state")
     )
 
@@ -286,13 +292,9 @@ def pickled(mismatch: Mismatch) -> bool:
 
 @rule("a failed backward on several ranks without reset: the next one issues its reductions")
 def late_reductions_of_failed_backward(mismatch: Mismatch) -> bool:
-    gradients = all(
-        ".grad: " in (a or b) or a.startswith("gradients: ") for a, b in mismatch.pairs()
-    )
     failed = mismatch.raised("backward", "backward_into", "autograd_grad", "step")
-    return (
-        mismatch.world > 1 and gradients and (failed or mismatch.by_torch[0].startswith("raised"))
-    )
+    failed = failed or mismatch.by_torch[0].startswith("raised")
+    return mismatch.world > 1 and failed and mismatch.only_gradients_differ()
 
 
 @rule("torch divides twice by a factor on one rank, in fp16, fp64 or with a forced sum")
@@ -339,9 +341,17 @@ def reset_by_forward(mismatch: Mismatch) -> bool:
     return any(name in FORWARDS for name, _ in mismatch.program[min(raised, default=10**6) + 1 :])
 
 
-@rule("a failed conversion leaves the shards unchanged; torch has taken the wrong parameter")
+@rule("a failed conversion or load leaves the shards unchanged; torch has taken the wrong tensor")
 def failed_conversion(mismatch: Mismatch) -> bool:
-    return mismatch.raised("convert")
+    assigned = mismatch.has_operation("load_state", assign=True)
+    return mismatch.raised("convert") or (assigned and mismatch.raised("load_state"))
+
+
+@rule("units frozen in the first forward are trained later in mixed precision; fixed in torch 2.14")
+def frozen_at_first(mismatch: Mismatch) -> bool:
+    mixed = any(given.get("policy") for _, given in mismatch.program)
+    unfrozen = mismatch.has_operation("train_parameter", value=True)
+    return not has("2.14") and mixed and unfrozen and mismatch.only_gradients_differ()
 
 
 @rule("weights unsharded by the user are gathered again after a step; torch's are stale")
