@@ -12,37 +12,39 @@ bool fcpy_group_check_initialized(const fcpy_group *self) {
     return self->core.base.callbacks != NULL;
 }
 
-static const char CONTEXT[] = "FSDPCommContext";
-
-static void raise_no_attribute(const char *type, const char *attribute) {
+static bool raise_no_attribute(const char *type, const char *attribute) {
     PyErr_Format(PyExc_AttributeError,
                  "'%s' object has no attribute '%s'\n"
                  "The root module has not run since fully_shard: call its forward, or unshard(), "
                  "first",
                  type, attribute);
-}
-
-bool fcpy_group_check_context(const fcpy_group *self, const char *type, const char *attribute) {
-    if (!fcpy_group_check_initialized(self)) {
-        return false;
-    }
-    const fcpy_state *unit = (const fcpy_state *)self->unit;
-    if (((const fcpy_comm *)self->comm)->initialized ||
-        (unit != NULL && unit->is_root != Py_None)) {
-        return true;
-    }
-    raise_no_attribute(type, attribute);
     return false;
 }
 
-bool fcpy_state_check_context(const fcpy_state *self, const char *attribute) {
-    if (!fcpy_state_check_initialized(self)) {
+static bool context_has_run_lazy_init(const fcpy_group *self) {
+    const fcpy_state *unit = (const fcpy_state *)self->unit;
+    return ((const fcpy_comm *)self->comm)->initialized ||
+           (unit != NULL && unit->is_root != Py_None);
+}
+
+bool fcpy_group_check_context_attribute(const fcpy_group *self, const char *attribute) {
+    return fcpy_group_check_initialized(self) &&
+           (context_has_run_lazy_init(self) || raise_no_attribute("FSDPCommContext", attribute));
+}
+
+bool fcpy_group_check_param_attribute(const fcpy_group *self, const char *attribute) {
+    if (!fcpy_group_check_initialized(self)) {
         return false;
     }
-    if (self->is_root == Py_None) {
-        raise_no_attribute(CONTEXT, attribute);
-    }
-    return self->is_root != Py_None;
+    const bool group_has_run_lazy_init =
+        self->dict != NULL && PyDict_GetItemString(self->dict, "_reset_sharded_params") == Py_True;
+    return group_has_run_lazy_init || context_has_run_lazy_init(self) ||
+           raise_no_attribute("FSDPParam", attribute);
+}
+
+bool fcpy_state_check_context_attribute(const fcpy_state *self, const char *attribute) {
+    return fcpy_state_check_initialized(self) &&
+           (self->is_root != Py_None || raise_no_attribute("FSDPCommContext", attribute));
 }
 
 static int check_status(const fc_comm_ctx *comm, fc_status status) {

@@ -313,11 +313,6 @@ static fc_status pre_backward_without_prefetch(fc_group *g) {
     return fc_group_pre_backward(g, false);
 }
 
-static bool has_run_lazy_init(const fcpy_group *self) {
-    return self->dict != NULL &&
-           PyDict_GetItemString(self->dict, "_reset_sharded_params") == Py_True;
-}
-
 static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
     int default_prefetch = 1;
     if (PyTuple_GET_SIZE(args) > 0) {
@@ -326,17 +321,14 @@ static PyObject *group_pre_backward(PyObject *obj, PyObject *args) {
             return NULL;
         }
     }
-    /* Before lazy init, torch's pre_backward raises AttributeError for the first attribute that it
-     * reads: a stream of the context, which lazy init of the root sets, or with one rank
-     * param_dtype of a parameter, which lazy init of the group sets. */
-    const bool one_rank = as_group(obj)->core.base.shard.world == 1;
-    return (one_rank && has_run_lazy_init(as_group(obj))) ||
-                   fcpy_group_check_context(as_group(obj),
-                                            one_rank ? "FSDPParam" : "FSDPCommContext",
-                                            one_rank ? "param_dtype" : "all_gather_copy_in_stream")
-               ? run_transition(obj,
-                                default_prefetch ? pre_backward : pre_backward_without_prefetch)
-               : NULL;
+    const fcpy_group *self = as_group(obj);
+    const bool can_run =
+        self->core.base.shard.world == 1
+            ? fcpy_group_check_param_attribute(self, "param_dtype")
+            : fcpy_group_check_context_attribute(self, "all_gather_copy_in_stream");
+    return can_run ? run_transition(obj,
+                                    default_prefetch ? pre_backward : pre_backward_without_prefetch)
+                   : NULL;
 }
 
 static fc_status backward_prefetch(fc_group *g) {
@@ -362,15 +354,17 @@ static fc_status finalize_backward(fc_group *g) {
 
 static PyObject *group_post_backward(PyObject *obj, PyObject *args) {
     (void)args;
-    return fcpy_group_check_context(as_group(obj), "FSDPCommContext",
-                                    "reduce_scatter_max_input_buffers")
-               ? run_transition(obj, post_backward)
-               : NULL;
+    const fcpy_group *self = as_group(obj);
+    const bool can_run =
+        self->core.settings.reduce_grads
+            ? fcpy_group_check_context_attribute(self, "reduce_scatter_max_input_buffers")
+            : fcpy_group_check_param_attribute(self, "reduce_dtype");
+    return can_run ? run_transition(obj, post_backward) : NULL;
 }
 
 static PyObject *group_finalize(PyObject *obj, PyObject *unused) {
     (void)unused;
-    return fcpy_group_check_context(as_group(obj), "FSDPCommContext", "_last_post_reduce_events")
+    return fcpy_group_check_context_attribute(as_group(obj), "_last_post_reduce_events")
                ? run_transition(obj, finalize_backward)
                : NULL;
 }

@@ -311,7 +311,7 @@ static PyObject *state_pre_backward(PyObject *obj, PyObject *grad) {
 
 static PyObject *state_end_backward(PyObject *obj, PyObject *unused) {
     (void)unused;
-    return fcpy_state_check_context(as_state(obj), "post_forward_order")
+    return fcpy_state_check_context_attribute(as_state(obj), "post_forward_order")
                ? run_initialized(as_state(obj), fcpy_state_end_backward, Py_None)
                : NULL;
 }

@@ -229,3 +229,22 @@ def test_pre_backward_of_group_on_one_rank_needs_an_unshard_but_no_forward(
     group = releases.groups_of(model._get_fsdp_state())[0]
     group.pre_backward(True)
     assert group.is_unsharded and group._training_state.name == "PRE_BACKWARD"
+
+
+@pytest.mark.parametrize("function", [torch_fully_shard, fully_shard])
+def test_post_backward_of_group_without_reduction_needs_an_unshard_but_no_forward(
+    single_group: int, function: Callable[..., Any]
+) -> None:
+    def get_group(is_unsharded_once: bool) -> Any:
+        model = function(nn.Linear(4, 4))
+        model.set_requires_gradient_sync(False)
+        if is_unsharded_once:
+            model.unshard()
+            model.reshard()
+        return releases.groups_of(model._get_fsdp_state())[0]
+
+    with pytest.raises(AttributeError, match="'FSDPParam' object has no attribute 'reduce_dtype'"):
+        get_group(False).post_backward()
+    group = get_group(True)
+    group.post_backward()
+    assert group._training_state.name == "POST_BACKWARD"

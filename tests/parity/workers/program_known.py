@@ -317,7 +317,16 @@ def freed(mismatch: Mismatch) -> bool:
     on_one_rank = mismatch.world == 1 or any(
         given.get("mesh") == "replicas" for _, given in mismatch.program
     )
-    return on_one_rank and mismatch.by_torch[0].startswith("raised RuntimeError: setStorage")
+    return on_one_rank and mismatch.by_torch[0].startswith(
+        ("raised RuntimeError: setStorage", "raised RuntimeError: The tensor has a non-zero number")
+    )
+
+
+@rule("torch adds a partial gradient of replicas to that of another parameter (B1)")
+def added_to_another_parameter(mismatch: Mismatch) -> bool:
+    return mismatch.has_operation(
+        "set_flag", name="set_requires_all_reduce", value=False
+    ) and mismatch.by_torch[0].startswith("raised RuntimeError: The size of tensor a")
 
 
 BACKWARDS = ("backward", "backward_into", "autograd_grad", "step")
