@@ -51,7 +51,7 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
 def make_fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
     """Creates a 1-D mesh on a fake process group. This process is rank 0.
 
-    Its collectives complete immediately and move no data.
+    Its collectives complete immediately, and copy this rank's data instead of that of peers.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
