@@ -487,6 +487,16 @@ def test_reset_iter_state_of_child_unit_raises(fake_group: int) -> None:
         module[0].reset_iter_state()
 
 
+def test_reset_iter_state_before_first_forward_does_nothing(fake_group: int) -> None:
+    """torch raises, because the communication context has no streams and states yet."""
+    if torch.__version__.startswith("2.13"):
+        with pytest.raises(AttributeError, match="all_gather_state"):
+            torch_fully_shard(nn.Linear(4, 4)).reset_iter_state()
+    module: Any = fully_shard(nn.Linear(4, 4))
+    module.reset_iter_state()
+    train(module)
+
+
 def test_post_backward_with_gradients_of_mixed_dtypes_raises(fake_group: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     fully_shard(module, mp_policy=MixedPrecisionPolicy())
