@@ -230,7 +230,8 @@ static PyObject *get_unsharded_param(PyObject *obj, void *closure) {
     (void)closure;
     fcpy_param *self = (fcpy_param *)obj;
     if (self->core.unsharded == NULL || self->unsharded_param == NULL) {
-        PyErr_SetString(PyExc_AttributeError, "_unsharded_param");
+        PyErr_SetString(PyExc_AttributeError,
+                        "'FSDPParam' object has no attribute '_unsharded_param'");
         return NULL;
     }
     return fcpy_or_none(self->unsharded_param);

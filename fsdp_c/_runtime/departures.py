@@ -391,6 +391,9 @@ def wait_for_departures(
     Raises:
         RuntimeError: see :meth:`Departures.depart`.
     """
-    process_group = _resolve_process_group(group)  # type: ignore[arg-type]
+    try:
+        process_group = _resolve_process_group(group)  # type: ignore[arg-type]
+    except RuntimeError:
+        return None  # destroy_process_group() has ended the store, and the group still works
     departure = make_departure(process_group, number, signature, entry)
     return get_departures().depart(departure, process_group)

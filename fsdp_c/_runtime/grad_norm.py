@@ -254,11 +254,16 @@ def get_group_names(mesh: DeviceMesh | None, placements: Any) -> GroupNames | No
 
 
 def _get_shard_groups(mesh: DeviceMesh | None, placements: Any) -> _Groups:
-    """Returns the process groups over which a gradient is sharded; none for a plain tensor."""
+    """Returns the process groups over which a gradient is sharded; none for a plain tensor.
+
+    A mesh dim of one rank needs no group: torch issues no collective over it.
+    """
     if mesh is None:
         return ()
     sharded_dims = (
-        dim for dim, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())
+        dim
+        for dim, p in enumerate(placements)
+        if not (p.is_replicate() or p.is_partial()) and mesh.size(dim) > 1
     )
     return tuple(mesh.get_group(dim) for dim in sharded_dims)
 

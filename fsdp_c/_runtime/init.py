@@ -34,7 +34,7 @@ from torch.distributed.utils import _get_root_modules
 from .._compat import zero_grad
 from .._compat.group_constructor import construct_group
 from .._compat.torch_releases import ShardPlacementFnResult, resolve_placement
-from .hints import with_hint
+from .hints import get_class_name, with_hint
 from .lint_params import record_sharded_params
 from .module_methods import add_missing_methods
 from .param_group import ParamGroup, TypedParamGroup
@@ -92,6 +92,8 @@ def shard_modules(
     _validate_params(params, modules)
     parts = meshes.split(params)
     module_infos = dict(zip(params, _get_param_module_infos(params, modules))) if params else {}
+    renaming_module = _find_renaming_module(module_infos)
+    names = [] if renaming_module is None else _list_names(modules)
     holders = [m for info in module_infos.values() for m in (info.module, *info.shared_modules)]
     transaction.set_snapshot(
         ModuleSnapshot([*modules, *managed_modules, *holders], [*params, *buffers])
@@ -106,6 +108,8 @@ def shard_modules(
     ]
     for index, group in enumerate(state._fsdp_param_groups):
         group._set_unit(state, index, len(parts))
+    if renaming_module is not None:
+        _check_names(modules, names, renaming_module)
     _swap_classes(api, modules)
     for managed_module in managed_modules if api.marks_modules else ():
         managed_module._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -228,6 +232,42 @@ def _validate_params(params: list[nn.Parameter], modules: tuple[nn.Module, ...])
             raise with_hint(
                 error,
                 f"'{name}': make it contiguous before, param.data = param.data.contiguous().",
+            )
+
+
+def _find_renaming_module(
+    module_infos: dict[nn.Parameter, ParamModuleInfo],
+) -> nn.Module | None:
+    """Returns a module that lists a parameter under a name under which it has none, or None."""
+    for info in module_infos.values():
+        for module, name in zip(
+            (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+        ):
+            if name not in module._parameters:
+                return module
+    return None
+
+
+def _list_names(modules: tuple[nn.Module, ...]) -> list[set[str]]:
+    return [{name for name, _ in module.named_parameters()} for module in modules]
+
+
+def _check_names(
+    modules: tuple[nn.Module, ...], previous: list[set[str]], renaming_module: nn.Module
+) -> None:
+    """Raises the exception of torch's ``contract`` if sharding has changed names."""
+    for names, new_names in zip(previous, _list_names(modules)):
+        if names != new_names:
+            error = RuntimeError(
+                "Checking parameters: Composable distributed API implementations cannot modify "
+                f"FQNs.\nFQNs only in original: {names - new_names}\n"
+                f"FQNs only in new: {new_names - names}"
+            )
+            raise with_hint(
+                error,
+                f"named_parameters() of {get_class_name(renaming_module)} returns names that are "
+                "not the attributes of the parameters: remove the override, or pass the "
+                "parameters as ignored_params.",
             )
 
 

@@ -70,7 +70,7 @@ def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _get_overridden_method(self, "load_state_dict", _load_state_dict)(*args, **kwargs)
     except RuntimeError as error:
         state = args[0] if args else kwargs.get("state_dict")
-        with contextlib.suppress(Exception):  # state_dict() may be overridden, and raise as well
+        with contextlib.suppress(Exception):  # named_parameters() may be overridden, and raise
             note = _find_loading_hint(self, state) if isinstance(state, Mapping) else None
             if note is not None:
                 add_hint(error, note)
@@ -82,7 +82,11 @@ _WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+")
 
 
 def _find_loading_hint(module: nn.Module, state: Mapping[str, Any]) -> str | None:
-    own_state = module.state_dict(keep_vars=True)
+    # Not state_dict(): its hooks may issue collectives, and this load may fail on one rank only.
+    own_state: dict[str, torch.Tensor] = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
     name = get_class_name(module)
     if not own_state.keys() & state.keys():
         stripped_names = {_WRAPPERS.sub("", key) for key in state}

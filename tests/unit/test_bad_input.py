@@ -95,6 +95,23 @@ def test_noncontiguous_parameter_raises_and_corrected_call_succeeds(fake_group: 
     train(module)
 
 
+class Renaming(nn.Linear):
+    """A layer that lists its parameters under names without attributes."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield f"{name}_of_layer", param
+
+
+def test_parameters_listed_under_other_names_raise(fake_group: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Renaming(4, 4))
+    assert_raises_unchanged(module, RuntimeError, "cannot modify FQNs(.|\n)*of Renaming")
+    fully_shard(module, ignored_params=set(module[1].parameters()))
+    module(torch.ones(2, 4)).sum().backward()
+    assert isinstance(module[0].weight.grad, DTensor)
+    assert type(module[1].weight.grad) is torch.Tensor
+
+
 def test_parameter_without_elements_trains(fake_group: int) -> None:
     module = nn.Linear(4, 4)
     module.extra = nn.Parameter(torch.empty(0, 3))
@@ -468,6 +485,16 @@ def test_reset_iter_state_of_child_unit_raises(fake_group: int) -> None:
     assert isinstance(module[0], FSDPModule)
     with pytest.raises(RuntimeError, match="must be called on the root"):
         module[0].reset_iter_state()
+
+
+def test_reset_iter_state_before_first_forward_does_nothing(fake_group: int) -> None:
+    """torch raises, because the communication context has no streams and states yet."""
+    if torch.__version__.startswith("2.13"):
+        with pytest.raises(AttributeError, match="all_gather_state"):
+            torch_fully_shard(nn.Linear(4, 4)).reset_iter_state()
+    module: Any = fully_shard(nn.Linear(4, 4))
+    module.reset_iter_state()
+    train(module)
 
 
 def test_post_backward_with_gradients_of_mixed_dtypes_raises(fake_group: int) -> None:

@@ -362,6 +362,21 @@ class TestCollectives:
             module.register_parameter(f"p{i}", param)
         assert self.count(module) == 2 + 1 + 1
 
+    @pytest.mark.parametrize("shape", [(1, 8), (8, 1)])
+    def test_clip_issues_no_collective_over_mesh_dimension_of_one_rank(
+        self, fake_group: int, shape: tuple[int, int]
+    ) -> None:
+        """torch issues none either."""
+        mesh = init_device_mesh("cpu", shape)
+        placements = [Shard(0) if size == 1 else Replicate() for size in shape]
+        param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, placements))
+        param.grad = distribute_tensor(torch.ones(4), mesh, placements)
+        for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+            with CommDebugMode() as comm:
+                clip([param], 100.0)
+            assert comm.get_total_counts() == 0
+        assert grad_norm.get_group_names(mesh, tuple(placements)) == ((), ())
+
     def test_clip_computes_norm_of_reduced_partial_gradients(self, single_group: int) -> None:
         mesh = init_device_mesh("cpu", (1,))
         param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
@@ -529,6 +544,9 @@ def test_group_names_are_cached_per_mesh_object(
         def __init__(self, name: str) -> None:
             self.name = name
             self.lookups = 0
+
+        def size(self, dim: int) -> int:
+            return 2
 
         def get_group(self, dim: int) -> Any:
             self.lookups += 1

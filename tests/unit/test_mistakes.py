@@ -138,6 +138,16 @@ def test_load_into_module_with_failing_state_dict_keeps_torch_exception(
     assert str(load(fsdp_c.fully_shard)) == str(load(torch_fully_shard))
 
 
+def test_failing_load_calls_no_state_dict_hook(fake_group: int) -> None:
+    """A hook may issue a collective, and the load may fail on one rank only."""
+    module: Any = fsdp_c.fully_shard(nn.Linear(8, 8))
+    hook = Mock()
+    module.register_state_dict_pre_hook(hook)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        module.load_state_dict({"weight": torch.ones(2, 2)}, strict=False)
+    hook.assert_not_called()
+
+
 def test_load_of_invalid_keys_keeps_exception_of_module(fake_group: int) -> None:
     class RefusingLinear(nn.Linear):
         def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -201,7 +201,10 @@ def state_dict_on_one_rank(api: Api) -> dict[str, Any]:
 
 @one_rank_scenario()
 def writes_in_forward_on_one_rank(api: Api) -> dict[str, Any]:
-    """Returns a weight that a hook clamps before forward: plain, sharded, and in bfloat16."""
+    """Returns a weight that a hook clamps before forward: plain, sharded, and in bfloat16.
+
+    "by hand" is the weight that was clamped between ``unshard()`` and ``reshard()``.
+    """
 
     def clamp(block: Any, args: Any) -> None:
         with torch.no_grad():
@@ -213,10 +216,18 @@ def writes_in_forward_on_one_rank(api: Api) -> dict[str, Any]:
             model(batch(0))
         return weights(model)["0.linear.weight"]
 
+    def write_by_hand(model: Any) -> torch.Tensor:
+        model[0].unshard()
+        clamp(model[0], ())
+        model[0].reshard()
+        return weights(model)["0.linear.weight"]
+
     cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     return {
         "before": weights(blocks_and_head())["0.linear.weight"],
         "not sharded": forward(blocks_and_head()),
         "sharded": forward(shard(api, blocks_and_head())),
         "cast": forward(shard(api, blocks_and_head(), mp_policy=cast)),
+        "by hand": write_by_hand(shard(api, blocks_and_head())),
+        "by hand, cast": write_by_hand(shard(api, blocks_and_head(), mp_policy=cast)),
     }

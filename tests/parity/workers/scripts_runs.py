@@ -8,8 +8,10 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from scripts import Script, copy_of, script, weights
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -145,3 +147,16 @@ def first_forward_raises(api: Script) -> Any:
     except ValueError as error:
         return [str(error), api.train(model)]
     return None
+
+
+@script()
+def training_after_destroyed_group(api: Script) -> Any:
+    """Modules hold their process group, so they work after ``destroy_process_group``."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    model = api.sharded(mesh=DeviceMesh.from_group(group, "cpu"))
+    results = api.train(model)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    with torch.no_grad():
+        results.append(model(api.rows()))
+    return results + api.train(model)
