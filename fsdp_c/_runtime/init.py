@@ -42,6 +42,7 @@ from .param_template import ParamFactory
 from .serialization import add_methods, refuse_deepcopy
 from .state import State
 from .transaction import ModuleSnapshot, Transaction
+from .weak_modules import WeakModuleInfo
 
 
 class WrapperApi(NamedTuple):
@@ -91,7 +92,8 @@ def shard_modules(
     params, buffers = _get_managed_states(managed_modules, ignored_params)
     _validate_params(params, modules)
     parts = meshes.split(params)
-    module_infos = dict(zip(params, _get_param_module_infos(params, modules))) if params else {}
+    infos = _get_param_module_infos(params, modules) if params else ()
+    module_infos = {param: WeakModuleInfo(info) for param, info in zip(params, infos)}
     holders = [m for info in module_infos.values() for m in (info.module, *info.shared_modules)]
     transaction.set_snapshot(
         ModuleSnapshot([*modules, *managed_modules, *holders], [*params, *buffers])
