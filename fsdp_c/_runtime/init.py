@@ -20,8 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     HSDPMeshInfo,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_init import (
+    _adjust_managed_modules,
     _apply_to_module,
-    _get_managed_modules,
     _get_managed_states,
     _get_post_forward_mesh_info,
     _move_states_to_device,
@@ -88,12 +88,16 @@ def shard_modules(
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
     _check_not_applied(api, modules)
-    managed_modules = _get_managed_modules(modules, ignored_params, api.is_composable, api.state_of)
+    managed_modules = _list_managed_modules(api, modules)
+    if ignored_params is not None:
+        managed_modules = _adjust_managed_modules(managed_modules, ignored_params)
     params, buffers = _get_managed_states(managed_modules, ignored_params)
     _validate_params(params, modules)
     parts = meshes.split(params)
     infos = _get_param_module_infos(params, modules) if params else ()
-    module_infos = {param: WeakModuleInfo(info) for param, info in zip(params, infos)}
+    module_infos: dict[Any, ParamModuleInfo] = {
+        param: WeakModuleInfo(info) for param, info in zip(params, infos)
+    }
     holders = [m for info in module_infos.values() for m in (info.module, *info.shared_modules)]
     transaction.set_snapshot(
         ModuleSnapshot([*modules, *managed_modules, *holders], [*params, *buffers])
@@ -113,6 +117,30 @@ def shard_modules(
         managed_module._is_fsdp_managed_module = True  # type: ignore[assignment]
         managed_module._fsdp_use_orig_params = True  # type: ignore[assignment]
     return state
+
+
+def _list_managed_modules(api: WrapperApi, roots: tuple[nn.Module, ...]) -> list[nn.Module]:
+    """Returns the modules below ``roots`` that no other call has sharded, children first.
+
+    torch's ``_get_managed_modules`` returns the same list. Its recursive inner function is a
+    reference cycle that would keep the modules until a garbage collection.
+    """
+    managed = []
+    entered = set()
+    to_visit = [(root, False) for root in reversed(roots)]
+    while to_visit:
+        module, has_visited_children = to_visit.pop()
+        if has_visited_children:
+            managed.append(module)
+        elif (
+            module not in entered
+            and api.is_composable(module)
+            and (module in roots or api.state_of(module) is None)
+        ):
+            entered.add(module)
+            to_visit.append((module, True))
+            to_visit += [(child, False) for child in reversed(list(module.children()))]
+    return managed
 
 
 class _GroupParams(NamedTuple):

@@ -32,9 +32,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from . import label_comparison
+from . import label_comparison, roots
 from .departures import PATIENCE, get_departures, read_count
 from .records import (
     COMPLETE,
@@ -44,6 +43,7 @@ from .records import (
     write_on_signals,
     write_own_records,
 )
+from .roots import find_interrupted_pass
 from .stall_report import (
     Position,
     can_answer,
@@ -52,7 +52,6 @@ from .stall_report import (
     format_report,
     make_position,
     measure_wait,
-    runs_a_model,
 )
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
@@ -84,9 +83,7 @@ _PUBLISHED = f"{_PREFIX}/published"
 BACKENDS_WITHOUT_WAITS = ("fake", "threaded")
 """Backends of tests: collectives that move no data, and ranks that are threads of one process."""
 
-_lock = threading.Lock()  # held while `_roots` is read or extended
 _start_lock = threading.RLock()  # held while a thread is started; a signal handler may run a model
-_roots: weakref.WeakSet[Any] = weakref.WeakSet()
 _monitor: list[StallMonitor] = []
 
 
@@ -109,9 +106,7 @@ def get_limit() -> float:
 def watch(root: Any) -> None:
     """Starts the thread, if the job has several ranks. ``root``: the state of a root."""
     limit = get_limit() or math.inf
-    with _lock:
-        _roots.add(root)
-    weakref.finalize(root, _wake_without_roots).atexit = False
+    roots.add(root)
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return
     if dist.get_backend() in BACKENDS_WITHOUT_WAITS:
@@ -125,12 +120,6 @@ def watch(root: Any) -> None:
             monitor.publish_start()
             monitor.start()
             atexit.register(stop)
-
-
-def _wake_without_roots() -> None:
-    """Ends the thread soon after the last root."""
-    for monitor in _monitor:
-        monitor.wake()
 
 
 def stop() -> None:
@@ -207,7 +196,7 @@ class StallMonitor(threading.Thread):
     def run(self) -> None:
         while True:
             self._woken.clear()  # before the conditions, so that no later wake-up is lost
-            if self._stopped or not self._is_current() or len(_roots) == 0:
+            if self._stopped or not self._is_current():
                 break
             waits = self._run_check(self._check)
             self._woken.wait(min(WAIT_INTERVAL, self._interval) if waits else self._interval)
@@ -386,14 +375,3 @@ class StallMonitor(threading.Thread):
         except OSError as error:
             return f"not written ({error})"
         return self.path
-
-
-def find_interrupted_pass() -> str:
-    """Returns the pass of a root that an exception has left, "" if there is none."""
-    with _lock:
-        roots = list(_roots)
-    for root in roots:
-        state = root._training_state
-        if state != TrainingState.IDLE and not runs_a_model():
-            return "forward" if state == TrainingState.FORWARD else "backward"
-    return ""

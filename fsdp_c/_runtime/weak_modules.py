@@ -14,6 +14,8 @@ from typing import Any
 import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
 
+from . import roots
+
 
 class WeakModules:
     """An attribute with a tuple of modules: those of the last assignment that are not freed.
@@ -35,7 +37,7 @@ class WeakModules:
         return tuple(m for reference in references if (m := reference()) is not None)
 
     def __set__(self, instance: Any, modules: Iterable[nn.Module]) -> None:
-        callback = self._when_freed and partial(self._notify, weakref.ref(instance))
+        callback = partial(self._notify, weakref.ref(instance)) if self._when_freed else None
         instance.__dict__[self._name] = tuple(weakref.ref(m, callback) for m in modules)
 
     def _notify(self, reference: weakref.ref[Any], _: object) -> None:
@@ -54,7 +56,7 @@ class WeakModuleInfo(ParamModuleInfo):
         super().__init__(info.module, info.param_name, info.shared_modules, info.shared_param_names)
 
     @property
-    def module(self) -> nn.Module:  # type: ignore[override]
+    def module(self) -> nn.Module:
         return _get_target(self._module)
 
     @module.setter
@@ -62,7 +64,7 @@ class WeakModuleInfo(ParamModuleInfo):
         self._module = weakref.ref(value)
 
     @property
-    def shared_modules(self) -> list[nn.Module]:  # type: ignore[override]
+    def shared_modules(self) -> list[nn.Module]:
         return [_get_target(reference) for reference in self._shared_modules]
 
     @shared_modules.setter
@@ -80,6 +82,8 @@ def leave_lists(state: Any) -> None:
 
     The core calls it when the modules of the state are freed and no autograd graph has its hooks.
     """
+    if state._is_root:
+        roots.note_freed(state)
     others = [other for other in state._state_ctx.all_states if other is not state]
     state._state_ctx.all_states = others
     state._states_to_forward_prefetch = state._states_to_backward_prefetch = []
