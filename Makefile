@@ -1,4 +1,5 @@
-# The development commands. Each command builds its prerequisites first, even in a new clone.
+# The development commands. Each command builds its prerequisites first, even in a new clone. Exceptions: torch-diff
+# needs `make env-releases`, and wheels-check needs `make wheels`.
 #
 #   make demo    train a small GPT on two processes, with plots           make lint      check style and types
 #   make test    C and Python tests                                       make format    apply the code style
@@ -60,10 +61,10 @@ GPU_ARGS ?=
 DIFF_ARGS ?=
 # tests/clients needs an environment of its own.
 RELEASE_TESTS ?= tests/unit tests/distributed tests/faults tests/parity tests/accelerator
-# Tests of `make sanitize`. They are fast, run in one process and call every C function.
+# Tests of `make sanitize`. They are fast, and most of them run in one process.
 SANITIZE_TESTS ?= tests/unit
-# Tests that `make sanitize` excludes, because they measure time or memory: benchmarks start processes without the
-# sanitizers, and under the sanitizers the memory pool caches nothing.
+# Tests that `make sanitize` excludes: they build a wheel, or measure time or memory. Benchmarks start processes without
+# the sanitizers, and under the sanitizers the memory pool caches nothing.
 NOT_SANITIZED := test_bench test_wheel predicted_peak_is_within_one_percent cached_buffers_until_release_memory cpu_seconds
 empty :=
 space := $(empty) $(empty)
@@ -102,7 +103,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	torch-record test-release cuda-sim model simulate mutate
 
 help:
-	@sed -n '3,19s/^# *//p' Makefile
+	@sed -n '4,20s/^# *//p' Makefile
 
 # ---- environment and build --------------------------------------------------------------------------------
 
@@ -160,8 +161,8 @@ test-fast: build
 parity: build
 	FSDP_C_PARITY_COUNT=600 FSDP_C_PARITY_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/parity
 
-# Runs all tests on the simulated accelerator, then its measurements. `make test` runs half of the settings on two ranks
-# and a fifth of those on four.
+# Runs all tests on the simulated accelerator, then its measurements. `make test` runs a third of the settings on two
+# ranks and an eighth of those on four.
 accelerator: build
 	FSDP_C_ACCELERATOR_WHOLE=1 $(PY) -m pytest $(PYTEST_ARGS) tests/accelerator
 	PYTHONPATH=$(PYTHONPATH):tests/harness:tests/parity/workers $(PY) tests/accelerator/workers/measurements.py

@@ -51,7 +51,7 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
 def make_fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
     """Creates a 1-D mesh on a fake process group. This process is rank 0.
 
-    Its collectives complete immediately and move no data.
+    Its collectives complete immediately, and copy this rank's data instead of that of peers.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -62,7 +62,7 @@ def make_fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
 
 def get_implementations() -> dict[str, FullyShard]:
     """Returns ``fully_shard`` of torch and of fsdp_c."""
-    from fsdp_c import fully_shard  # cuda_steps.py has no fsdp_c for the torch of its processes
+    from fsdp_c import fully_shard  # here: the process of cuda_steps.py has a torch without fsdp_c
 
     return {"torch": torch_fully_shard, "fsdp_c": fully_shard}
 

@@ -12,8 +12,9 @@ typedef struct fct_work fct_work; /* a c10d::Work; one owner */
 
 /* Every collective calls the ProcessGroup's method, which calls a dispatcher op of namespace c10d.
  * One collective is one op, even over shared memory. So CommDebugMode, the flight recorder and
- * tests count the same ops. Complex tensors are passed as pairs of real numbers. Gathers pass
- * dtypes that the backend does not support as bytes.
+ * tests count the same ops. Exception: collectives of chunks (fct_pg_can_pass_chunks). Complex
+ * tensors are passed as pairs of real numbers. Gathers pass dtypes that the backend does not
+ * support as bytes.
  *
  * A rank shard ("row" in names) is the elements of a collective's buffer that belong to one rank.
  */

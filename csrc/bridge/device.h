@@ -1,5 +1,5 @@
-/* Properties of device types, as inline functions in C. Other layers call these functions and
- * compare no device type with a constant. */
+/* Properties of device types, as inline functions in C. csrc/core calls these functions, and
+ * compares no device type with a constant. */
 #ifndef FSDP_C_BRIDGE_DEVICE_H
 #define FSDP_C_BRIDGE_DEVICE_H
 

@@ -15,9 +15,9 @@ typedef struct fcd_parsed {
     struct fcd_block *blocks; /* owned arrays */
 } fcd_parsed;
 
-/* Parses `units` and `states`, lists of dicts, and `calls`, a list of tuples. Runs no Python code.
- * Returns 0, or -1 with ValueError, whose message names the item, or MemoryError. The caller calls
- * fcd_parsed_fini() in any case. */
+/* Parses `units` and `states`, lists of dicts, and `calls`, a list of tuples. Runs no Python code,
+ * except for repr() of an invalid item. Returns 0, or -1 with ValueError, whose message names the
+ * item, or MemoryError. The caller calls fcd_parsed_fini() in any case. */
 int fcd_parse(struct _object *units, struct _object *states, struct _object *calls, bool streams,
               fcd_parsed *out);
 void fcd_parsed_fini(fcd_parsed *p);

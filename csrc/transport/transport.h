@@ -2,8 +2,9 @@
  * header; each call selects the transport of the process group and calls its table.
  *
  * Every collective is one op of namespace c10d, with every transport. So CommDebugMode, the flight
- * recorder and tests count the same ops. All functions need the GIL. The conventions of
- * bridge/types.h apply. Precondition: `pg` is not NULL. */
+ * recorder and tests count the same ops. Exception: collectives of chunks, which are issued only if
+ * nothing observes the ops. All functions need the GIL. The conventions of bridge/types.h apply.
+ * Precondition: `pg` is not NULL. */
 #ifndef FSDP_C_TRANSPORT_TRANSPORT_H
 #define FSDP_C_TRANSPORT_TRANSPORT_H
 
@@ -69,8 +70,8 @@ FCT_CHECK int fct_all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tens
 
 /* Writes to *takes whether the next all-gather (`gathers`) or reduce-scatter may take separate
  * chunks. That requires a transport with chunks, and no observer of the c10d ops (dispatch mode,
- * profiler) that needs one packed buffer. The first all-gathers of a group use packed buffers. The
- * result may differ between ranks. */
+ * profiler) that needs one packed buffer. All-gathers before the end of the negotiation use packed
+ * buffers. The result may differ between ranks. */
 FCT_CHECK int fct_pg_takes_chunks(fct_pg *pg, fct_device device, bool gathers, bool *takes);
 /* An in-place all-gather. Chunks are 1-D and contiguous, and contain this rank's parts. The work is
  * new and keeps references to the chunks. `layout` is not used after the call. Requires that

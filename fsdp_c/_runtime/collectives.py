@@ -1,8 +1,8 @@
 """``GroupCollectives``: the fallback, which moves a group's data by torch's own functions.
 
-The core calls these methods (csrc/core/callbacks.h) instead of its kernels and collectives. It does
-so if the group has custom collectives, if functions of torch are patched, or if tensors have no
-memory (fake tensors). The state machine in C is the same as without fallback.
+The core calls these methods (csrc/core/callbacks.h) instead of its kernels and collectives, for
+example if the group has custom collectives. docs/data-movement.md lists the cases. The state
+machine in C is the same as without fallback.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``ReplaceableShard``: adopts a parameter or local tensor that replaced the shard.
 
-``Module._apply``, ``load_state_dict(assign=True)`` and assignments to ``param.data`` replace
-shards.
+``Module._apply``, ``load_state_dict(assign=True)`` and assignments to ``param._local_tensor`` or to
+its ``data`` replace shards. An assignment to ``param.data`` does not, as in torch.
 """
 
 from __future__ import annotations

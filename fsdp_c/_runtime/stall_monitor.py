@@ -81,7 +81,7 @@ _PUBLISHED = f"{_PREFIX}/published"
 """The ranks that have published a position, in a store that has ``append``."""
 
 BACKENDS_WITHOUT_WAITS = ("fake", "threaded")
-"""Backends of tests: collectives that move no data, and ranks that are threads of one process."""
+"""Backends of tests: a group without other ranks, and ranks that are threads of one process."""
 
 _start_lock = threading.RLock()  # held while a thread is started; a signal handler may run a model
 _monitor: list[StallMonitor] = []

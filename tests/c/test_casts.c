@@ -138,7 +138,7 @@ static void vector_loops_match_portable_loops_bit_for_bit(void **state) {
     random_state random = {2};
     for (int64_t count = 0; count <= LONGEST; count += count < 70 ? 1 : 493) {
         for (int k = 0; k < (int)sizeof src; k++) {
-            /* A quarter of the 16-bit patterns and an eighth of the floats are NaN or infinite. */
+            /* NaN or infinite: a quarter of the halves, an eighth of the bfloat16 and floats. */
             src[k] = (unsigned char)(draw(&random) | (draw(&random) % 4 == 0 ? 0x7f : 0));
         }
         for (int s = 0; s < FCK_LOOP_TYPES; s++) {

@@ -58,7 +58,7 @@ def test_deferred_gradients_are_reduced_by_finalize_backward_only() -> None:
         assert result["unsharded bytes"] == 0
 
 
-def test_finalize_backward_issues_no_reductions() -> None:
+def test_finalize_backward_after_reduced_backward_issues_no_reductions() -> None:
     for result in run_scenario("synchronized_backwards_are_not_reduced_again"):
         assert_equal(result)
         assert result["counts"] == [4, 4]
@@ -89,7 +89,7 @@ def test_finalize_backward_raises_in_invalid_states() -> None:
         assert result["mode after wait"] == ""
 
 
-def test_manual_gradient_reduction_of_a_unit_is_refused_in_the_first_forward() -> None:
+def test_manual_finalization_of_a_unit_raises_in_the_first_forward() -> None:
     for message in run_scenario(
         "manual_mode_of_a_unit_before_the_first_forward", implementations=BOTH
     ):

@@ -1,7 +1,8 @@
 """Parity on a CUDA device: trainings give torch's bits, with kernel launches that do not block.
 
-Four processes share the device over gloo. NCCL runs on one rank, and on two if there are two
-devices. tests/gpu tests for races, with a process group that never waits on the host.
+Four processes run over gloo, and share devices if there are fewer than four. NCCL runs on one rank,
+and on two if there are two devices. tests/gpu tests for races, with a process group that never
+waits on the host.
 """
 
 from __future__ import annotations

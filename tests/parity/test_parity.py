@@ -2,8 +2,8 @@
 
 scenario.py trains every setting for three steps under each implementation, in separate processes.
 All recorded results must be equal: losses, gradients, parameters and their registration, state
-dicts, hooks, exceptions, and the number, order, size and ranks of the collectives. The basic grid
-(grid.py) runs on one rank; its settings alternate between two and four ranks. Each setting of the
+dicts, hooks, exceptions, and the number, order, size and ranks of the collectives. Each setting of
+the basic grid (grid.py) runs on one rank, and in turns on two or four ranks. Each setting of the
 wide grid (wide.py) runs on one launch: two or four processes, or eight threads.
 
 Environment:

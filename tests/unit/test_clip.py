@@ -1,7 +1,7 @@
 """``clip_grad_norm_`` has torch's bits.
 
-Collectives of the fake process group move no data, so the total norm is that of this rank. These
-tests compare the arithmetic; tests/distributed compares results on several ranks.
+An all-reduce of the fake process group changes nothing, so the total norm is that of this rank.
+These tests compare the arithmetic; tests/distributed compares results on several ranks.
 """
 
 from __future__ import annotations

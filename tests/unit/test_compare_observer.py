@@ -220,7 +220,7 @@ def test_compare_records_step_after_a_step_that_raised(observe: Any) -> None:
     assert [line["step"] for line in recording.lines] == [1]
 
 
-def test_compare_gives_optimizer_after_a_freed_one_its_own_number(observe: Any) -> None:
+def test_compare_gives_an_optimizer_the_number_of_a_freed_one(observe: Any) -> None:
     recording = observe(9)
     models = [nn.Linear(2, 1) for _ in range(3)]
     first, second = (torch.optim.SGD(model.parameters(), lr=0.5) for model in models[:2])

@@ -75,15 +75,15 @@ def test_auto_shard_of_scalar_parameter_raises_with_name_of_unit(fake_group: int
     assert "This was the unit '1'." in message_with_notes(caught.value)
 
 
-def test_valid_copy_load_and_save_behave_as_in_torch(fake_group: int) -> None:
-    module = fsdp_c.fully_shard(nn.Linear(8, 8))
-    chain: Any = fsdp_c.fully_shard(nn.Sequential(nn.Linear(8, 8)))
+@pytest.mark.parametrize("shard", [torch_fully_shard, fsdp_c.fully_shard], ids=["torch", "fsdp_c"])
+def test_valid_copy_load_and_save_behave_as_in_torch(fake_group: int, shard: Any) -> None:
+    module, chain = shard(nn.Linear(8, 8)), shard(nn.Sequential(nn.Linear(8, 8)))
     shallow = copy.copy(chain)
-    assert type(shallow) is nn.Sequential and shallow[0] is chain[0]  # as in torch
-    assert str(module.load_state_dict(module.state_dict())) == "<All keys matched successfully>"  # type: ignore[attr-defined]
+    assert type(shallow) is nn.Sequential and shallow[0] is chain[0]
+    assert str(module.load_state_dict(module.state_dict())) == "<All keys matched successfully>"
     reduced = module.__reduce_ex__(2)
     assert reduced[1] == (type(module),)
-    torch.save(module.state_dict(), io.BytesIO())  # type: ignore[attr-defined]
+    torch.save(module.state_dict(), io.BytesIO())
 
 
 def test_overridden_load_state_dict_and_reduce_ex_of_module_are_called(fake_group: int) -> None:

@@ -70,7 +70,7 @@ def _locked_blocks(*args: Any, **kwargs: Any) -> nn.Sequential:
 
 def run_on_ranks(backend: str, function: Callable[[int], Any]) -> list[Any]:
     """Calls ``function(rank)`` in a thread per rank. Returns the results by rank; the result of a
-    rank that raised is the exception's text."""
+    rank that raised is a list with the exception's text."""
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
     store = dist.HashStore()

@@ -3,7 +3,7 @@
 ``python check_in_copy.py STEP...`` runs these steps in a copy of the tests, with fsdp_c for the
 torch of this Python. Each process of the check loads the device (``startup/sitecustomize.py``). A
 script in place of nvcc compiles the kernels for the host. Prints a JSON object: the lines of the
-summary, the results, the log if a step failed, and the findings of the device.
+summary, the results, the error output, the log if a step failed, and the findings of the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls each collective of c10d on ranks that exchange data over the simulated NCCL.
+"""Calls collectives of c10d on ranks that exchange data over the simulated NCCL.
 
 ``python collectives.py RANK WORLD FILE`` is one rank. It prints a JSON object. ``results``: for
 each collective whether its result has the bits of the definition. ``files``: this rank's files in

@@ -127,7 +127,6 @@ def deferred_reductions(api: Api) -> Found:
         "found": results,
         "expected": [expected, expected],
         "counts": counts,
-        "handle": handle is None,
         "unsharded bytes": unsharded_bytes(model),
     }
 

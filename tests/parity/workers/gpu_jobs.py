@@ -3,7 +3,8 @@
 ``run(rank, world_size, implementation)`` runs every case that the backend and the number of ranks
 allow, and returns ``{case: record}``, as features.py does on the CPU. ``launch("gloo4",
 implementation)`` starts the ranks. With NCCL each rank has its own device. With gloo, which
-supports CUDA tensors, all ranks share the first device. The launches of kernels do not block.
+supports CUDA tensors, ranks share devices if there are fewer devices than ranks. The launches of
+kernels do not block.
 FSDP_C_GPU_JOBS_DEVICE=cpu runs the cases without a GPU, over gloo.
 """
 

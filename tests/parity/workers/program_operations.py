@@ -321,7 +321,6 @@ def autograd_grad(world: World, index: int, inputs_kind: str, model: int) -> Any
 @operation(3.0, model=LAST, optimizer=LAST, rows=ROWS, count=(1, 1, 2), clip=NO_YES)
 def step(world: World, model: int, optimizer: int, rows: int, count: int, clip: bool) -> Any:
     """Runs a training step of several microbatches."""
-    choose(world.optimizers or [None], optimizer)
     losses = []
     for _ in range(count):
         losses.append(loss_of(world.model(model)(world.rows(rows)), ""))
