@@ -17,8 +17,11 @@ from typing import Any
 
 import forked_python
 import pytest
+import torch
+import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+import fsdp_c
 from fsdp_c import _C
 from fsdp_c._runtime import records, roots, stall_monitor, stall_report
 from fsdp_c._runtime.stall_report import Position
@@ -364,12 +367,30 @@ def test_invalid_stall_seconds_variable_raises(text: str, monkeypatch: pytest.Mo
         stall_monitor.get_limit()
 
 
-def test_interrupted_pass_is_read_while_other_threads_add_roots(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Models of earlier tests may have interrupted passes.
+@pytest.fixture
+def no_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides models of earlier tests, which may have interrupted passes."""
     monkeypatch.setattr(roots, "_roots", weakref.WeakSet())
 
+
+def test_interrupted_pass_of_a_freed_model_is_kept_until_the_next_model(
+    single_group: int, no_roots: None
+) -> None:
+    def make() -> Any:
+        return fsdp_c.fully_shard(nn.Linear(4, 4))
+
+    model = make()
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(2, 3))
+    del raised  # its traceback refers to the model
+    assert roots.find_interrupted_pass() == "forward"
+    del model
+    assert roots.find_interrupted_pass() == "forward"
+    make()(torch.ones(2, 4))
+    assert roots.find_interrupted_pass() == ""
+
+
+def test_interrupted_pass_is_read_while_other_threads_add_roots(no_roots: None) -> None:
     class Root:
         _training_state = TrainingState.IDLE
 
