@@ -1,8 +1,8 @@
 """The thread that reports long and failed waits for other ranks.
 
-Every process of a job has one such thread while a root is alive. Once per ``INTERVAL`` the thread
-reads the recorder (``records.py``). If there is no new collective, it also reads one counter in the
-job's store:
+Every process of a job has one such thread, from the first lazy init of a root on. Once per
+``INTERVAL`` the thread reads the recorder (``records.py``). If there is no new collective, it also
+reads one counter in the job's store:
 
 - A rank that waits adds 1 to the counter shortly before the limit: a request.
 - Every rank without a new collective answers a request: it publishes its position under one key,
@@ -12,9 +12,10 @@ job's store:
 - If an exception ends a wait, the first rank that fails in the collective makes a request at its
   next check, and formats the report. Every rank that fails in it logs the report.
 
-The thread only reads: training does not change. It ends with its process group and with the last
-root. If the process with the store ends, the thread logs the first long or failed wait, without the
-other ranks.
+The thread only reads: training does not change. It ends with the default process group, not with
+the last root: a rank that has freed its model after an exception still answers the other ranks. If
+the process with the store ends, the thread logs the first long or failed wait, without the other
+ranks.
 """
 
 from __future__ import annotations
