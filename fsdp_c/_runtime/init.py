@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _adjust_managed_modules,
     _apply_to_module,
+    _get_managed_modules,
     _get_managed_states,
     _get_post_forward_mesh_info,
     _move_states_to_device,
@@ -33,6 +34,7 @@ from torch.distributed.utils import _get_root_modules
 
 from .._compat import zero_grad
 from .._compat.group_constructor import construct_group
+from .._compat.originals import is_torch_function
 from .._compat.torch_releases import ShardPlacementFnResult, resolve_placement
 from .hints import with_hint
 from .lint_params import record_sharded_params
@@ -43,6 +45,8 @@ from .serialization import add_methods, refuse_deepcopy
 from .state import State
 from .transaction import ModuleSnapshot, Transaction
 from .weak_modules import WeakModuleInfo
+
+_TORCH_INIT = "torch.distributed.fsdp._fully_shard._fsdp_init"
 
 
 class WrapperApi(NamedTuple):
@@ -88,9 +92,7 @@ def shard_modules(
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
     _check_not_applied(api, modules)
-    managed_modules = _list_managed_modules(api, modules)
-    if ignored_params is not None:
-        managed_modules = _adjust_managed_modules(managed_modules, ignored_params)
+    managed_modules = _list_managed_modules(api, modules, ignored_params)
     params, buffers = _get_managed_states(managed_modules, ignored_params)
     _validate_params(params, modules)
     parts = meshes.split(params)
@@ -119,13 +121,18 @@ def shard_modules(
     return state
 
 
-def _list_managed_modules(api: WrapperApi, roots: tuple[nn.Module, ...]) -> list[nn.Module]:
+def _list_managed_modules(
+    api: WrapperApi, roots: tuple[nn.Module, ...], ignored_params: set[nn.Parameter] | None
+) -> list[nn.Module]:
     """Returns the modules below ``roots`` that no other call has sharded, children first.
 
     torch's ``_get_managed_modules`` returns the same list. Its recursive inner function is a
-    reference cycle that would keep the modules until a garbage collection.
+    reference cycle that would keep the modules until a garbage collection, so it is only called if
+    a library has replaced it.
     """
-    managed = []
+    if not is_torch_function(_get_managed_modules, _TORCH_INIT, "_get_managed_modules"):
+        return _get_managed_modules(roots, ignored_params, api.is_composable, api.state_of)
+    managed: list[nn.Module] = []
     entered = set()
     to_visit = [(root, False) for root in reversed(roots)]
     while to_visit:
@@ -140,6 +147,8 @@ def _list_managed_modules(api: WrapperApi, roots: tuple[nn.Module, ...]) -> list
             entered.add(module)
             to_visit.append((module, True))
             to_visit += [(child, False) for child in reversed(list(module.children()))]
+    if ignored_params is not None:
+        return _adjust_managed_modules(managed, ignored_params)
     return managed
 
 

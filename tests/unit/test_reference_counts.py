@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +21,16 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_managed_modules
 
 import fsdp_c
+from fsdp_c._runtime import init
 
 X = torch.ones(2, 4)
 
 
 @pytest.fixture(autouse=True)
-def collector_off(fake_group: int) -> Iterator[None]:
+def collector_off() -> Iterator[None]:
     gc.collect()
     gc.disable()
     yield
@@ -117,7 +121,7 @@ def alive(parts: dict[str, weakref.ref[Any]]) -> list[str]:
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("kind", MODELS)
-def test_deleted_model_is_freed_at_once(kind: str, steps: int) -> None:
+def test_deleted_model_is_freed_at_once(fake_group: int, kind: str, steps: int) -> None:
     model = MODELS[kind]()
     for _ in range(steps):
         model(X).sum().backward()
@@ -170,7 +174,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_model_is_freed_at_once_after_use(use: str) -> None:
+def test_model_is_freed_at_once_after_use(fake_group: int, use: str) -> None:
     model = shard()
     USES[use](model)
     parts = weak_parts(model)
@@ -183,7 +187,9 @@ def gradients_of(params: list[Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["blocks", "list of modules", "prefetches", "own __setattr__"])
-def test_backward_after_deletion_gives_the_gradients_and_then_frees(kind: str) -> None:
+def test_backward_after_deletion_gives_the_gradients_and_then_frees(
+    single_group: int, kind: str
+) -> None:
     model = MODELS[kind]()
     model(X).sum().backward()
     expected = gradients_of(list(model.parameters()))
@@ -202,7 +208,7 @@ def test_backward_after_deletion_gives_the_gradients_and_then_frees(kind: str) -
     assert alive(parts) == []
 
 
-def test_second_backward_through_a_retained_graph_works_after_deletion() -> None:
+def test_second_backward_through_a_retained_graph_works_after_deletion(single_group: int) -> None:
     model = shard()
     params = list(model.parameters())
     loss = model(X).sum()
@@ -214,7 +220,7 @@ def test_second_backward_through_a_retained_graph_works_after_deletion() -> None
         assert torch.equal(gradient, 2 * first)
 
 
-def test_child_that_outlives_its_root_trains_alone() -> None:
+def test_child_that_outlives_its_root_trains_alone(single_group: int) -> None:
     model = shard()
     model(X).sum().backward()
     parts = weak_parts(model)
@@ -230,7 +236,7 @@ def test_child_that_outlives_its_root_trains_alone() -> None:
     assert not state._fsdp_param_groups[0].is_unsharded
 
 
-def test_replaced_unit_leaves_the_lists_of_the_other_states() -> None:
+def test_replaced_unit_leaves_the_lists_of_the_other_states(fake_group: int) -> None:
     model = shard_with_prefetches()
     model(X).sum().backward()
     parts = weak_parts(model[1])
@@ -243,7 +249,7 @@ def test_replaced_unit_leaves_the_lists_of_the_other_states() -> None:
     model(X).sum().backward()
 
 
-def test_state_of_a_list_is_freed_with_the_last_module() -> None:
+def test_state_of_a_list_is_freed_with_the_last_module(fake_group: int) -> None:
     modules = list(make_blocks())
     fsdp_c.fully_shard(modules)
     state = weakref.ref(modules[0]._get_fsdp_state())
@@ -256,7 +262,7 @@ def test_state_of_a_list_is_freed_with_the_last_module() -> None:
     assert state() is None and group.modules == ()
 
 
-def test_removed_hooks_do_not_free_the_state_of_a_live_module() -> None:
+def test_removed_hooks_do_not_free_the_state_of_a_live_module(fake_group: int) -> None:
     model = shard()
     state = weakref.ref(model[1]._get_fsdp_state())
     model(X)
@@ -264,3 +270,29 @@ def test_removed_hooks_do_not_free_the_state_of_a_live_module() -> None:
     model[1]._forward_hooks.clear()
     model[1]._forward_pre_hooks.clear()
     assert state() is not None and state() in model._get_fsdp_state()._state_ctx.all_states
+
+
+def make_random_tree(rng: random.Random) -> nn.Module:
+    """Returns a module with shared modules, and lists of modules."""
+    pool: list[nn.Module] = [nn.Linear(2, 2) for _ in range(4)]
+    for _ in range(8):
+        children = rng.choices(pool, k=rng.randint(1, 3))
+        pool.append(rng.choice((nn.Sequential, lambda *parts: nn.ModuleList(parts)))(*children))
+    return pool[-1]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_managed_modules_are_those_of_torch(seed: int) -> None:
+    rng = random.Random(seed)
+    roots = (make_random_tree(rng), make_random_tree(rng))
+    modules = list(nn.ModuleList(roots).modules())[1:]
+    sharded = {*rng.sample(modules, len(modules) // 4), roots[0]}
+    refusing = {*rng.sample(modules, len(modules) // 6)} - {roots[0]}
+    params = [param for module in modules for param in module.parameters()]
+    ignored = {*rng.sample(params, len(params) // 2)} if rng.random() < 0.5 else None
+    api: Any = SimpleNamespace(
+        is_composable=lambda module: module not in refusing,
+        state_of=lambda module: module if module in sharded else None,
+    )
+    expected = _get_managed_modules(roots, ignored, api.is_composable, api.state_of)
+    assert init._list_managed_modules(api, roots, ignored) == expected
