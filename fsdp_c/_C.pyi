@@ -1,6 +1,6 @@
 """Types of the extension module. The docstrings of the module and csrc/README.md describe them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSet, Sequence
 from typing import Any
 
 import torch
@@ -283,6 +283,7 @@ class State:
     def _start_finalization(self) -> None: ...
     def _complete_finalization(self) -> None: ...
     def _reset_iter_state(self) -> None: ...
+    def _note_freed_modules(self) -> None: ...
 
 class Hook:
     __call__: Callable[..., Any]
@@ -291,6 +292,6 @@ class Hook:
         state: State,
         post: bool,
         shown: Callable[..., Any],
-        modules: set[nn.Module] | None = None,
+        modules: MutableSet[nn.Module] | None = None,
     ) -> Hook: ...
     def __getattr__(self, name: str) -> Any: ...

@@ -1,6 +1,7 @@
 /* Conversions, getters and setters that several types share. */
 #include "attributes.h"
 
+#include "../bridge/error.h"
 #include "../bridge/pyobject.h"
 #include "deferred_decref.h"
 
@@ -136,6 +137,25 @@ int fcpy_set_text(fcpy_module *mod, PyObject *value, PyObject **slot, const char
     *text = utf8;
     fcpy_replace(mod, slot, name);
     return 0;
+}
+
+void fcpy_call_and_report(PyObject *self, PyObject *name) {
+    void *error = fct_error_set_aside();
+    if (fcpy_drop_result(PyObject_CallMethodNoArgs(self, name)) != 0) {
+        PyErr_WriteUnraisable(self);
+    }
+    fct_error_put_back(error);
+}
+
+PyObject *fcpy_weak_target(PyObject *reference) {
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *target = NULL;
+    (void)PyWeakref_GetRef(reference, &target); /* fails only for other types of references */
+    return target;
+#else
+    PyObject *target = PyWeakref_GetObject(reference);
+    return target == Py_None ? NULL : Py_NewRef(target);
+#endif
 }
 
 void fcpy_retain(void *owner) {

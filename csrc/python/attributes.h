@@ -31,6 +31,13 @@ int fcpy_set_dtype_at(PyObject *obj, PyObject *value, void *closure);
 int fcpy_set_text(fcpy_module *mod, PyObject *value, PyObject **slot, const char **text);
 /* Returns a new reference to obj, or to None if obj is NULL. */
 PyObject *fcpy_or_none(PyObject *obj);
+/* Calls self.name() where no exception can be raised. Reports an exception of the call with
+ * sys.unraisablehook. Does not change a pending exception. */
+void fcpy_call_and_report(PyObject *self, PyObject *name);
+
+/* Returns a new reference to the object of a weak reference, or NULL without an exception. */
+PyObject *fcpy_weak_target(PyObject *reference);
+
 /* Reference counting of a PyObject that owns an fct_hook. */
 void fcpy_retain(void *owner);
 void fcpy_release(void *owner);

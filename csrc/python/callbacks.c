@@ -2,8 +2,8 @@
  * Python layer moves. Every callback runs with the GIL held. */
 #include "callbacks.h"
 
-#include "../bridge/error.h"
 #include "../bridge/pyobject.h"
+#include "attributes.h"
 #include "deferred_decref.h"
 #include "dtensor.h"
 #include "extension.h"
@@ -21,16 +21,6 @@ static PyObject *call_with_tensor(PyObject *self, PyObject *name, fct_tensor *ha
     PyObject *result = PyObject_CallMethodOneArg(self, name, tensor);
     Py_DECREF(tensor);
     return result;
-}
-
-/* Calls self.name() in a callback that cannot fail. Reports an exception of the call with
- * sys.unraisablehook. Does not change a pending exception. */
-static void call_and_report(PyObject *self, PyObject *name) {
-    void *error = fct_error_set_aside();
-    if (fcpy_drop_result(PyObject_CallMethodNoArgs(self, name)) != 0) {
-        PyErr_WriteUnraisable(self);
-    }
-    fct_error_put_back(error);
 }
 
 /* ---- a parameter ---- */
@@ -290,7 +280,7 @@ static int callback_collect_grad(void *owner, fct_tensor **local) {
 
 static void callback_free_unsharded(void *owner) {
     fcpy_param *self = (fcpy_param *)owner;
-    call_and_report((PyObject *)self, self->mod->names.free_unsharded_param);
+    fcpy_call_and_report((PyObject *)self, self->mod->names.free_unsharded_param);
 }
 
 /* ---- a group ---- */
@@ -348,13 +338,13 @@ static int callback_copy_out(void *owner, fct_tensor **rows) {
 
 static void callback_drop_gather(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
-    call_and_report((PyObject *)self, self->mod->names._fallback_drop_gather);
+    fcpy_call_and_report((PyObject *)self, self->mod->names._fallback_drop_gather);
 }
 
 static void callback_drop_reduce(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
     if (self->has_reduced) {
-        call_and_report((PyObject *)self, self->mod->names._fallback_drop_reduce);
+        fcpy_call_and_report((PyObject *)self, self->mod->names._fallback_drop_reduce);
     }
 }
 

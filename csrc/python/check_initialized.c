@@ -4,6 +4,7 @@
 #include "check_initialized.h"
 
 #include "errors.h"
+#include "freed_modules.h"
 
 bool fcpy_group_check_initialized(const fcpy_group *self) {
     if (self->core.base.callbacks == NULL) {
@@ -22,9 +23,10 @@ static bool raise_no_attribute(const char *type, const char *attribute) {
 }
 
 static bool context_has_run_lazy_init(const fcpy_group *self) {
-    const fcpy_state *unit = (const fcpy_state *)self->unit;
-    return ((const fcpy_comm *)self->comm)->initialized ||
-           (unit != NULL && unit->is_root != Py_None);
+    fcpy_state *unit = fcpy_group_unit(self);
+    const bool unit_has_root = unit != NULL && unit->is_root != Py_None;
+    Py_XDECREF(unit);
+    return unit_has_root || ((const fcpy_comm *)self->comm)->initialized;
 }
 
 bool fcpy_group_check_context_attribute(const fcpy_group *self, const char *attribute) {

@@ -56,7 +56,8 @@
     X(_lazy_init)                                                                                  \
     X(_inputs_to_device)                                                                           \
     X(_gather_after)                                                                               \
-    X(_modules)
+    X(_modules)                                                                                    \
+    X(_leave)
 
 /* Python functions and classes that fsdp_c/_runtime/bindings.py passes to the extension once (see
  * module.c). */
@@ -101,8 +102,8 @@ typedef struct fcpy_module {
 
 /* A (module, name) pair under which a module holds a parameter. */
 typedef struct fcpy_slot {
-    PyObject *module;     /* registration calls setattr() on it if `parameters` is NULL */
     PyObject *parameters; /* module._parameters, or NULL */
+    PyObject *module;     /* if `parameters` is NULL: weak reference to the module, for setattr() */
     PyObject *name;       /* interned */
 } fcpy_slot;
 
@@ -167,7 +168,7 @@ typedef struct fcpy_group {
     PyObject *comm;                          /* CommContext */
     PyObject *pg_names[FCPY_PROCESS_GROUPS]; /* str or NULL; the core borrows their text */
     PyObject *fqn;                           /* str or NULL */
-    PyObject *unit;                          /* State of the fully_shard call, or NULL */
+    PyObject *unit;       /* weak reference to the State of the fully_shard call, or NULL */
     fct_dtype orig_dtype; /* of the trainable parameters; FCT_NO_DTYPE: none or several */
     uint32_t param_calls; /* FCPY_CALL_*: methods overridden on single Params */
     bool fallback_gather; /* Python code performs the gathers */
@@ -198,6 +199,8 @@ typedef struct fcpy_state {
     fct_dtype output_dtype;      /* forward outputs are cast to it; FCT_NO_DTYPE: no cast */
     bool moves_inputs;           /* as the root, the state moves its inputs to the device */
     bool entering;               /* a pre-forward is running */
+    bool without_modules;        /* all modules of the state were freed */
+    size_t graph_hooks;          /* hooks of the state in autograd graphs */
     unsigned long thread;        /* thread that entered the latest forward */
     uint32_t replaced;           /* FCPY_STATE_*: overridden methods, as of the latest hook */
     fcpy_version_cache version_cache;

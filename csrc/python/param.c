@@ -126,8 +126,8 @@ static int param_traverse(PyObject *obj, visitproc visit, void *arg) {
     Py_VISIT(self->shard_identity.local);
     Py_VISIT(self->dict);
     for (Py_ssize_t i = 0; i < self->slot_count; i++) {
-        Py_VISIT(self->slots[i].module);
         Py_VISIT(self->slots[i].parameters);
+        Py_VISIT(self->slots[i].module);
     }
     return 0;
 }

@@ -496,10 +496,14 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
                                           "number of groups");
         return NULL;
     }
-    PyObject *old = as_group(obj)->unit;
-    as_group(obj)->unit = Py_NewRef(unit);
-    g->place.unit = unit;
-    fcpy_defer_decref(as_group(obj)->mod, old);
+    PyObject *reference = PyWeakref_NewRef(unit, NULL);
+    if (reference == NULL) {
+        return NULL;
+    }
+    Py_XSETREF(as_group(obj)->unit, reference);
+    /* A state has one weak reference without a callback, so all groups of the unit have the same
+     * one. No other state gets its address, because the groups own it. */
+    g->place.unit = reference;
     g->place.index = (size_t)index;
     g->place.siblings = (size_t)siblings;
     Py_RETURN_NONE;

@@ -48,8 +48,12 @@ static int fill_slot(fcpy_param *self, fcpy_slot *slot, PyObject *pair, bool dir
             Py_CLEAR(slot->parameters);
         }
     }
-    Py_INCREF(module);
-    slot->module = module;
+    if (slot->parameters == NULL) {
+        slot->module = PyWeakref_NewRef(module, NULL);
+        if (slot->module == NULL) {
+            return -1;
+        }
+    }
     Py_INCREF(name);
     slot->name = name;
     PyUnicode_InternInPlace(&slot->name);
@@ -107,10 +111,19 @@ int fcpy_slots_register(const fcpy_param *self, PyObject *param) {
     }
     for (Py_ssize_t i = 0; i < self->slot_count; i++) {
         const fcpy_slot *slot = &self->slots[i];
-        int failed = slot->parameters != NULL ? PyDict_SetItem(slot->parameters, slot->name, param)
-                                              : PyObject_SetAttr(slot->module, slot->name, param);
-        if (failed) {
-            return -1;
+        if (slot->parameters != NULL) {
+            if (PyDict_SetItem(slot->parameters, slot->name, param) != 0) {
+                return -1;
+            }
+            continue;
+        }
+        PyObject *module = fcpy_weak_target(slot->module);
+        if (module != NULL) { /* the module was not freed */
+            const int failed = PyObject_SetAttr(module, slot->name, param);
+            Py_DECREF(module);
+            if (failed) {
+                return -1;
+            }
         }
     }
     return 0;

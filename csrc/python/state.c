@@ -9,6 +9,7 @@
 #include "check_initialized.h"
 #include "check_thread.h"
 #include "deferred_decref.h"
+#include "freed_modules.h"
 #include "step.h"
 #include "transitions.h"
 #include "tree.h"
@@ -366,6 +367,9 @@ static PyMethodDef state_methods[] = {
     {"_reset_iter_state", state_reset, METH_NOARGS,
      "Resets all states under the root after an exception in forward or backward. Only for the "
      "root."},
+    {"_note_freed_modules", fcpy_state_note_freed_modules, METH_NOARGS,
+     "Notes that all modules of the state were freed. Calls _leave() when also no autograd graph "
+     "has its hooks."},
     {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
      "Callback at the end of a backward."},
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */

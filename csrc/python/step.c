@@ -13,6 +13,7 @@
 #include "check_thread.h"
 #include "deferred_decref.h"
 #include "dynamo.h"
+#include "freed_modules.h"
 #include "guard.h"
 #include "transitions.h"
 #include "tree.h"
@@ -174,17 +175,20 @@ done:
 
 /* Double backward: a backward enters the graph that an earlier backward has recorded between the
  * gradients of the group's outputs and of its inputs. */
-static int run_pre_double_backward(void *owner) {
-    fcpy_state *self = (fcpy_state *)((fcpy_group *)owner)->unit;
+static int enter_double_backward(fcpy_state *self) {
     const fct_hook at_end = {self, call_end_backward, retain_end_callback, release_end_callback};
-    if (self == NULL || !fcpy_state_check_initialized(self)) {
-        return self == NULL ? 0 : -1; /* NULL: the model was freed */
-    }
-    if (fcpy_check_backward_thread(self) != 0) {
+    if (!fcpy_state_check_initialized(self) || fcpy_check_backward_thread(self) != 0) {
         return -1;
     }
     fcpy_state_refresh_groups(self);
     return fcpy_state_check_status(self, fc_state_pre_double_backward(&self->core, &at_end));
+}
+
+static int run_pre_double_backward(void *owner) {
+    fcpy_state *unit = fcpy_group_unit((fcpy_group *)owner);
+    const int result = unit != NULL ? enter_double_backward(unit) : 0; /* NULL: it was freed */
+    Py_XDECREF(unit);
+    return result;
 }
 
 static int call_pre_double_backward(void *owner) {
@@ -214,12 +218,13 @@ static int run_post_backward(void *owner) {
     } else {
         result = fcpy_group_check_status(group, fc_group_leave_backward(&group->core));
     }
-    if (result == 0 && group->unit != NULL) {
-        const fcpy_state *unit = (const fcpy_state *)group->unit;
+    fcpy_state *unit = result == 0 ? fcpy_group_unit(group) : NULL;
+    if (unit != NULL) {
         fc_status status = unit->core.iteration != NULL
                                ? fc_state_post_backward(&unit->core, &group->core)
                                : FC_OK;
         result = fcpy_group_check_status(group, status);
+        Py_DECREF(unit);
     }
     return result == 0 && fct_grad_enabled() ? hook_recorded_grads(group) : result;
 }
@@ -445,11 +450,13 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
 /* Registers hooks on the outputs' gradients. Returns a new reference to `output`, or to the result
  * of an overridden method. */
 static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
-    const fct_hook hook = {self, call_pre_backward, fcpy_retain, fcpy_release};
+    const fct_hook hook = {self, call_pre_backward, fcpy_graph_hook_retain,
+                           fcpy_graph_hook_release};
     /* Within functorch's transforms, requires_grad of an output may be false although it has a
      * gradient. */
     if (fct_functorch_hooked() ||
         (self->replaced & (FCPY_STATE_HOOK_OUTPUT | FCPY_STATE_PRE_BACKWARD)) != 0) {
+        self->graph_hooks++; /* a hook of Python code does not report its end */
         return PyObject_CallMethod((PyObject *)self, "_register_pre_backward_hook", "(O)", output);
     }
     if (fct_grad_enabled() && fcpy_hook_outputs(self->mod, (PyObject *)self, &hook, output) != 0) {

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     HSDPMeshInfo,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_init import (
+    _adjust_managed_modules,
     _apply_to_module,
     _get_managed_modules,
     _get_managed_states,
@@ -33,6 +34,7 @@ from torch.distributed.utils import _get_root_modules
 
 from .._compat import zero_grad
 from .._compat.group_constructor import construct_group
+from .._compat.originals import is_torch_function
 from .._compat.torch_releases import ShardPlacementFnResult, resolve_placement
 from .hints import get_class_name, with_hint
 from .lint_params import record_sharded_params
@@ -42,6 +44,9 @@ from .param_template import ParamFactory
 from .serialization import add_methods, refuse_deepcopy
 from .state import State
 from .transaction import ModuleSnapshot, Transaction
+from .weak_modules import WeakModuleInfo
+
+_TORCH_INIT = "torch.distributed.fsdp._fully_shard._fsdp_init"
 
 
 class WrapperApi(NamedTuple):
@@ -87,11 +92,14 @@ def shard_modules(
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
     _check_not_applied(api, modules)
-    managed_modules = _get_managed_modules(modules, ignored_params, api.is_composable, api.state_of)
+    managed_modules = _list_managed_modules(api, modules, ignored_params)
     params, buffers = _get_managed_states(managed_modules, ignored_params)
     _validate_params(params, modules)
     parts = meshes.split(params)
-    module_infos = dict(zip(params, _get_param_module_infos(params, modules))) if params else {}
+    infos = _get_param_module_infos(params, modules) if params else ()
+    module_infos: dict[Any, ParamModuleInfo] = {
+        param: WeakModuleInfo(info) for param, info in zip(params, infos)
+    }
     renaming_module = _find_renaming_module(module_infos)
     names = [] if renaming_module is None else _list_names(modules)
     holders = [m for info in module_infos.values() for m in (info.module, *info.shared_modules)]
@@ -115,6 +123,37 @@ def shard_modules(
         managed_module._is_fsdp_managed_module = True  # type: ignore[assignment]
         managed_module._fsdp_use_orig_params = True  # type: ignore[assignment]
     return state
+
+
+def _list_managed_modules(
+    api: WrapperApi, roots: tuple[nn.Module, ...], ignored_params: set[nn.Parameter] | None
+) -> list[nn.Module]:
+    """Returns the modules below ``roots`` that no other call has sharded, children first.
+
+    torch's ``_get_managed_modules`` returns the same list. Its recursive inner function is a
+    reference cycle that would keep the modules until a garbage collection, so it is only called if
+    a library has replaced it.
+    """
+    if not is_torch_function(_get_managed_modules, _TORCH_INIT, "_get_managed_modules"):
+        return _get_managed_modules(roots, ignored_params, api.is_composable, api.state_of)
+    managed: list[nn.Module] = []
+    entered = set()
+    to_visit = [(root, False) for root in reversed(roots)]
+    while to_visit:
+        module, has_visited_children = to_visit.pop()
+        if has_visited_children:
+            managed.append(module)
+        elif (
+            module not in entered
+            and api.is_composable(module)
+            and (module in roots or api.state_of(module) is None)
+        ):
+            entered.add(module)
+            to_visit.append((module, True))
+            to_visit += [(child, False) for child in reversed(list(module.children()))]
+    if ignored_params is not None:
+        return _adjust_managed_modules(managed, ignored_params)
+    return managed
 
 
 class _GroupParams(NamedTuple):

@@ -34,6 +34,7 @@ from .plan_hash import announce_guard, raise_difference
 from .process_groups import GroupCommunication
 from .replaced_shard import make_meta_error
 from .typed_params import is_type_checking
+from .weak_modules import WeakModules
 
 
 @follow_patches(torch_group.FSDPParamGroup)
@@ -58,6 +59,7 @@ class ParamGroup(GroupCommunication):
     _post_reduce_event = None
     _all_reduce_state = None
     _reshard_after_forward_event = None
+    modules = WeakModules()
 
     def __init__(
         self,
@@ -84,8 +86,8 @@ class ParamGroup(GroupCommunication):
         self.offload_policy = offload_policy
         self.reduce_scatter_max_input_buffers = 1
         self._reset_sharded_params = False
-        self._module_to_pre_save_state_dict_hook_handle: dict[nn.Module, Any] = {}
-        self._module_to_pre_load_state_dict_hook_handle: dict[nn.Module, Any] = {}
+        self._module_to_pre_save_state_dict_hook_handle: Any = weakref.WeakKeyDictionary()
+        self._module_to_pre_load_state_dict_hook_handle: Any = weakref.WeakKeyDictionary()
         self._all_gather_output = torch.empty(0, device=device)
         self._comms: dict[str, Any] = {
             "gather": torch_group.DefaultAllGather(),

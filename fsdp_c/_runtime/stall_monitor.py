@@ -1,8 +1,8 @@
 """The thread that reports long and failed waits for other ranks.
 
-Every process of a job has one such thread while a root is alive. Once per ``INTERVAL`` the thread
-reads the recorder (``records.py``). If there is no new collective, it also reads one counter in the
-job's store:
+Every process of a job has one such thread, from the first lazy init of a root on. Once per
+``INTERVAL`` the thread reads the recorder (``records.py``). If there is no new collective, it also
+reads one counter in the job's store:
 
 - A rank that waits adds 1 to the counter shortly before the limit: a request.
 - Every rank without a new collective answers a request: it publishes its position under one key,
@@ -12,9 +12,10 @@ job's store:
 - If an exception ends a wait, the first rank that fails in the collective makes a request at its
   next check, and formats the report. Every rank that fails in it logs the report.
 
-The thread only reads: training does not change. It ends with its process group and with the last
-root. If the process with the store ends, the thread logs the first long or failed wait, without the
-other ranks.
+The thread only reads: training does not change. It ends with the default process group, not with
+the last root: a rank that has freed its model after an exception still answers the other ranks. If
+the process with the store ends, the thread logs the first long or failed wait, without the other
+ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from . import label_comparison
+from . import label_comparison, roots
 from .departures import PATIENCE, get_departures, read_count
 from .records import (
     COMPLETE,
@@ -44,6 +44,7 @@ from .records import (
     write_on_signals,
     write_own_records,
 )
+from .roots import find_interrupted_pass
 from .stall_report import (
     Position,
     can_answer,
@@ -52,7 +53,6 @@ from .stall_report import (
     format_report,
     make_position,
     measure_wait,
-    runs_a_model,
 )
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
@@ -84,9 +84,7 @@ _PUBLISHED = f"{_PREFIX}/published"
 BACKENDS_WITHOUT_WAITS = ("fake", "threaded")
 """Backends of tests: a group without other ranks, and ranks that are threads of one process."""
 
-_lock = threading.Lock()  # held while `_roots` is read or extended
 _start_lock = threading.RLock()  # held while a thread is started; a signal handler may run a model
-_roots: weakref.WeakSet[Any] = weakref.WeakSet()
 _monitor: list[StallMonitor] = []
 
 
@@ -109,9 +107,7 @@ def get_limit() -> float:
 def watch(root: Any) -> None:
     """Starts the thread, if the job has several ranks. ``root``: the state of a root."""
     limit = get_limit() or math.inf
-    with _lock:
-        _roots.add(root)
-    weakref.finalize(root, _wake_without_roots).atexit = False
+    roots.add(root)
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return
     if dist.get_backend() in BACKENDS_WITHOUT_WAITS:
@@ -125,12 +121,6 @@ def watch(root: Any) -> None:
             monitor.publish_start()
             monitor.start()
             atexit.register(stop)
-
-
-def _wake_without_roots() -> None:
-    """Ends the thread soon after the last root."""
-    for monitor in _monitor:
-        monitor.wake()
 
 
 def stop() -> None:
@@ -207,7 +197,7 @@ class StallMonitor(threading.Thread):
     def run(self) -> None:
         while True:
             self._woken.clear()  # before the conditions, so that no later wake-up is lost
-            if self._stopped or not self._is_current() or len(_roots) == 0:
+            if self._stopped or not self._is_current():
                 break
             waits = self._run_check(self._check)
             self._woken.wait(min(WAIT_INTERVAL, self._interval) if waits else self._interval)
@@ -386,14 +376,3 @@ class StallMonitor(threading.Thread):
         except OSError as error:
             return f"not written ({error})"
         return self.path
-
-
-def find_interrupted_pass() -> str:
-    """Returns the pass of a root that an exception has left, "" if there is none."""
-    with _lock:
-        roots = list(_roots)
-    for root in roots:
-        state = root._training_state
-        if state != TrainingState.IDLE and not runs_a_model():
-            return "forward" if state == TrainingState.FORWARD else "backward"
-    return ""

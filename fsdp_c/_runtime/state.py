@@ -6,10 +6,7 @@ The module registers forward hooks and runs lazy init for all states below a roo
 from __future__ import annotations
 
 import contextlib
-import inspect
-import os
 from itertools import chain
-from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +29,7 @@ from .._compat.missing_members import MissingStateMembers, register_group_hooks
 from .._compat.shutdown import register_at_exit
 from . import stall_monitor
 from .comm_context import CommContext
+from .forward_hooks import replace_hooks
 from .hints import add_hint, format_names, get_class_name, with_hint
 from .kernels import log_kernels
 from .lint import check_model
@@ -39,8 +37,8 @@ from .mixed_precision import REDUCES_IN_PARAM_DTYPE, check_policy, make_dtype_er
 from .plan_hash import set_plans
 from .serialization import refuse_deepcopy
 from .typed_params import pause_type_check
+from .weak_modules import WeakModules, leave_lists
 
-_FULLY_SHARD = os.path.dirname(torch_state.__file__) + os.sep
 _TRACERS = tuple(getattr(_TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 
 
@@ -73,17 +71,6 @@ def _check_real_params(class_name: str, params: list[Any]) -> None:
         )
 
 
-def _is_hook(hook: Any, method: Any) -> bool:
-    """Whether ``hook`` is ``method``, or torch's wrapper of it for lists of modules."""
-    if isinstance(hook, MethodType):
-        return hook == method
-    return (
-        isinstance(hook, FunctionType)
-        and hook.__code__.co_filename.startswith(_FULLY_SHARD)
-        and inspect.unwrap(hook) is inspect.unwrap(method)
-    )
-
-
 def _undo_lazy_init(root: State, states: list[Any], groups: list[Any]) -> None:
     """Undoes lazy init: ``states`` have no root afterwards. ``groups``: those of all states."""
     for state in states:
@@ -114,13 +101,14 @@ class State(_C.State, FSDPState, MissingStateMembers):
 
     _context_class: type[IterationContext] = IterationContext
     _reduction_handle: Any = None  # the GradientReductionHandle that was not waited for
+    _modules = WeakModules(when_freed="_note_freed_modules")
+    _leave = leave_lists
 
     def __init__(self) -> None:
         self._patch_lease = patches.lease()
         # FSDPState.__init__ is not called: it would make torch's contexts.
         self._state_ctx = self._context_class()
         self._auto_reshard_after_forward: bool | None = True
-        self._modules: tuple[nn.Module, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Raises the exception that torch raises for the modules of a state."""
@@ -146,7 +134,7 @@ class State(_C.State, FSDPState, MissingStateMembers):
             _insert_module_state(module, self)
         self._register_hooks()
         if not any(is_overridden(self, FSDPState, n) for n in ("_pre_forward", "_post_forward")):
-            self._replace_hooks()
+            replace_hooks(self)
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
@@ -175,26 +163,6 @@ class State(_C.State, FSDPState, MissingStateMembers):
         self._post_forward_hook_handle: Any = module.register_forward_hook(
             self._post_forward, prepend=False
         )
-
-    def _replace_hooks(self) -> None:
-        """Replaces the registered hooks by C hooks that have the same attributes.
-
-        A hook stays in Python if a module has registered another function in its place.
-        """
-        module_set = set(self._modules) if len(self._modules) > 1 else None
-        handles = (self._pre_forward_hook_handle, self._post_forward_hook_handle)
-        if module_set is not None:
-            handles = handles[0].handles
-        new_hooks: dict[int, _C.Hook] = {}
-        for module in self._modules:
-            for is_post, hooks in enumerate((module._forward_pre_hooks, module._forward_hooks)):
-                for key in [handle.id for handle in handles if handle.id in hooks]:
-                    hook = hooks[key]
-                    if not _is_hook(hook, self._post_forward if is_post else self._pre_forward):
-                        continue
-                    if id(hook) not in new_hooks:
-                        new_hooks[id(hook)] = _C.Hook(self, bool(is_post), hook, module_set)
-                    hooks[key] = new_hooks[id(hook)]
 
     def _inputs_to_device(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

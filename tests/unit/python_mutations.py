@@ -144,4 +144,32 @@ PYTHON_MUTATIONS = {
         "distributed/test_divergence.py::test_different_plan",
         "reduce_dtype of unit 'blocks.0': rank 0 has",
     ),
+    "state of freed modules stays in the list of states": PythonMutation(
+        "_runtime/weak_modules.py",
+        " if other is not state]",
+        "]",
+        "unit/test_reference_counts.py::test_deleted_model_is_freed_at_once",
+        "== []",
+    ),
+    "state of freed modules stays a target of prefetches": PythonMutation(
+        "_runtime/weak_modules.py",
+        "if state in targets:",
+        "if state not in targets:",
+        "unit/test_reference_counts.py::test_replaced_unit_leaves_the_lists_of_the_other_states",
+        "== []",
+    ),
+    "hooks of a list of modules own the modules": PythonMutation(
+        "_runtime/forward_hooks.py",
+        "cell.cell_contents = _WeakKey(content)",
+        "pass",
+        "unit/test_reference_counts.py::test_deleted_model_is_freed_at_once",
+        "== []",
+    ),
+    "pass of a freed root is forgotten": PythonMutation(
+        "_runtime/weak_modules.py",
+        "roots.note_freed(state)",
+        "pass",
+        "unit/test_stall.py::test_interrupted_pass_of_a_freed_model_is_kept",
+        "'' == 'forward'",
+    ),
 }

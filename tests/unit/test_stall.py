@@ -17,10 +17,13 @@ from typing import Any
 
 import forked_python
 import pytest
+import torch
+import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+import fsdp_c
 from fsdp_c import _C
-from fsdp_c._runtime import records, stall_monitor, stall_report
+from fsdp_c._runtime import records, roots, stall_monitor, stall_report
 from fsdp_c._runtime.stall_report import Position
 from fsdp_c._tools import stall, timeline_plot
 
@@ -364,29 +367,47 @@ def test_invalid_stall_seconds_variable_raises(text: str, monkeypatch: pytest.Mo
         stall_monitor.get_limit()
 
 
-def test_stall_monitor_reads_roots_while_other_threads_add_roots(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Models of earlier tests may have interrupted passes.
-    monkeypatch.setattr(stall_monitor, "_roots", weakref.WeakSet())
+@pytest.fixture
+def no_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides models of earlier tests, which may have interrupted passes."""
+    monkeypatch.setattr(roots, "_roots", weakref.WeakSet())
 
+
+def test_interrupted_pass_of_a_freed_model_is_kept_until_the_next_model(
+    single_group: int, no_roots: None
+) -> None:
+    def make() -> Any:
+        return fsdp_c.fully_shard(nn.Linear(4, 4))
+
+    model = make()
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(2, 3))
+    del raised  # its traceback refers to the model
+    assert roots.find_interrupted_pass() == "forward"
+    del model
+    assert roots.find_interrupted_pass() == "forward"
+    make()(torch.ones(2, 4))
+    assert roots.find_interrupted_pass() == ""
+
+
+def test_interrupted_pass_is_read_while_other_threads_add_roots(no_roots: None) -> None:
     class Root:
         _training_state = TrainingState.IDLE
 
     stop = threading.Event()
-    roots: list[Root] = []
+    alive: list[Root] = []
 
     def add() -> None:
         while not stop.is_set():
-            roots.append(Root())
-            stall_monitor.watch(roots[-1])
-            del roots[: 500 if len(roots) == 500 else 0]
+            alive.append(Root())
+            roots.add(alive[-1])
+            del alive[: 500 if len(alive) == 500 else 0]
 
     thread = threading.Thread(target=add)
     thread.start()
     try:
         for _ in range(10_000):
-            assert stall_monitor.find_interrupted_pass() == ""
+            assert roots.find_interrupted_pass() == ""
     finally:
         stop.set()
         thread.join()

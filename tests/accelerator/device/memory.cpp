@@ -263,7 +263,7 @@ void *Memory::allocate(int device, size_t bytes, c10::Stream stream) {
         block->frees_early = at_fault && journal().fault == "early free";
     }
     Usage &usage = this->usage(device);
-    usage.now += static_cast<int64_t>(block->size);
+    usage.now += static_cast<int64_t>(size);
     usage.peak = std::max(usage.peak, usage.now);
     void *const address = reinterpret_cast<void *>(block->start);
     std::memset(address, kPoison, block->size);
@@ -276,7 +276,7 @@ void Memory::release(void *address) {
         return;
     }
     block->used = false;
-    usage(block->device).now -= static_cast<int64_t>(block->size);
+    usage(block->device).now -= static_cast<int64_t>(round_up(block->requested));
     std::memset(address, kPoison, block->size);
     Pool &pool = pool_of(block->device, block->stream);
     block->reusable_after = {};

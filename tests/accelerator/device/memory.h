@@ -54,7 +54,8 @@ struct Pool {
     std::vector<Block *> pending;   /* freed, but waiting for other streams */
 };
 
-/* Bytes of one device. */
+/* Bytes of one device. A free block may be larger than the allocation that reuses it: `now` and
+ * `peak` count the bytes of the allocation, because CUDA's allocator splits such blocks. */
 struct Usage {
     int64_t now = 0;
     int64_t peak = 0;

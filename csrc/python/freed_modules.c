@@ -1,0 +1,39 @@
+/* The end of a state, when its modules are freed.
+ *
+ * Modules own their state through their forward hooks. The state has weak references to them, so
+ * that reference counts free a deleted model. The other states under the root own the state, too:
+ * it is in IterationContext.all_states and may be a target of prefetches. It leaves these lists
+ * when all its modules are freed and no autograd graph has its hooks. A backward after the
+ * deletion of the model therefore runs as before. */
+#include "freed_modules.h"
+
+#include "attributes.h"
+
+fcpy_state *fcpy_group_unit(const fcpy_group *group) {
+    return group->unit != NULL ? (fcpy_state *)fcpy_weak_target(group->unit) : NULL;
+}
+
+static void leave_if_unused(fcpy_state *self) {
+    /* The iteration is NULL after the garbage collector has cleared the state. */
+    if (self->without_modules && self->graph_hooks == 0 && self->iteration != NULL) {
+        fcpy_call_and_report((PyObject *)self, self->mod->names._leave);
+    }
+}
+
+void fcpy_graph_hook_retain(void *owner) {
+    ((fcpy_state *)owner)->graph_hooks++;
+    fcpy_retain(owner);
+}
+
+void fcpy_graph_hook_release(void *owner) {
+    ((fcpy_state *)owner)->graph_hooks--;
+    leave_if_unused((fcpy_state *)owner);
+    fcpy_release(owner);
+}
+
+PyObject *fcpy_state_note_freed_modules(PyObject *obj, PyObject *unused) {
+    (void)unused;
+    ((fcpy_state *)obj)->without_modules = true;
+    leave_if_unused((fcpy_state *)obj);
+    Py_RETURN_NONE;
+}

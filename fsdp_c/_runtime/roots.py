@@ -1,0 +1,49 @@
+"""The roots of this process, and the pass that an exception has left.
+
+The stall monitor reads them in its thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from .stall_report import runs_a_model
+
+_lock = threading.Lock()  # held while `_roots` is read or extended
+_roots: weakref.WeakSet[Any] = weakref.WeakSet()
+_pass_of_freed_root: list[str] = []
+
+
+def add(root: Any) -> None:
+    """Adds the state of a root at its lazy init."""
+    with _lock:
+        _roots.add(root)
+    _pass_of_freed_root.clear()
+
+
+def note_freed(root: Any) -> None:
+    """Keeps the pass that an exception has left in ``root``, which is being freed.
+
+    A later root replaces it.
+    """
+    if root._training_state != TrainingState.IDLE:
+        _pass_of_freed_root[:] = [_name_pass(root._training_state)]
+
+
+def find_interrupted_pass() -> str:
+    """Returns the pass of a root that an exception has left, "" if there is none."""
+    with _lock:
+        roots = list(_roots)
+    for root in roots:
+        state = root._training_state
+        if state != TrainingState.IDLE and not runs_a_model():
+            return _name_pass(state)
+    return _pass_of_freed_root[0] if _pass_of_freed_root else ""
+
+
+def _name_pass(state: TrainingState) -> str:
+    return "forward" if state == TrainingState.FORWARD else "backward"
