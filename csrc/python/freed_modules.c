@@ -3,8 +3,8 @@
  * Modules own their state through their forward hooks. The state has weak references to them, so
  * that reference counts free a deleted model. The other states under the root own the state, too:
  * it is in IterationContext.all_states and may be a target of prefetches. It leaves these lists
- * when all its modules are freed and no autograd graph has its hooks. A backward after the
- * deletion of the model therefore runs as before. */
+ * when all its modules are freed, and neither a copy of a module nor an autograd graph has its
+ * hooks. A backward after the deletion of the model therefore runs as before. */
 #include "freed_modules.h"
 
 #include "attributes.h"
@@ -14,19 +14,20 @@ fcpy_state *fcpy_group_unit(const fcpy_group *group) {
 }
 
 static void leave_if_unused(fcpy_state *self) {
-    /* The iteration is NULL after the garbage collector has cleared the state. */
-    if (self->without_modules && self->graph_hooks == 0 && self->iteration != NULL) {
+    /* Without Hook objects, the modules have Python functions, which report no end. The iteration
+     * is NULL after the garbage collector has cleared the state. */
+    if (self->without_modules && self->has_hooks && self->hooks == 0 && self->iteration != NULL) {
         fcpy_call_and_report((PyObject *)self, self->mod->names._leave);
     }
 }
 
-void fcpy_graph_hook_retain(void *owner) {
-    ((fcpy_state *)owner)->graph_hooks++;
+void fcpy_hook_retain(void *owner) {
+    ((fcpy_state *)owner)->hooks++;
     fcpy_retain(owner);
 }
 
-void fcpy_graph_hook_release(void *owner) {
-    ((fcpy_state *)owner)->graph_hooks--;
+void fcpy_hook_release(void *owner) {
+    ((fcpy_state *)owner)->hooks--;
     leave_if_unused((fcpy_state *)owner);
     fcpy_release(owner);
 }

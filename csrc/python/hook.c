@@ -10,6 +10,7 @@
 #include "check_thread.h"
 #include "deferred_decref.h"
 #include "dynamo.h"
+#include "freed_modules.h"
 #include "step.h"
 #include "transitions.h"
 
@@ -129,8 +130,9 @@ static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     }
     self->vectorcall = hook_call;
     self->post = post != 0;
-    Py_INCREF(state);
+    fcpy_hook_retain(state);
     self->state = (fcpy_state *)state;
+    self->state->has_hooks = true;
     Py_INCREF(modules);
     self->modules = modules;
     Py_INCREF(shown);
@@ -203,9 +205,13 @@ static void hook_dealloc(PyObject *obj) {
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(obj);
     }
-    Py_CLEAR(self->state);
+    fcpy_state *state = self->state;
+    self->state = NULL;
     Py_CLEAR(self->modules);
     Py_CLEAR(self->shown);
+    if (state != NULL) {
+        fcpy_hook_release(state);
+    }
     type->tp_free(obj);
     Py_DECREF(type);
 }

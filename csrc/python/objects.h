@@ -200,7 +200,8 @@ typedef struct fcpy_state {
     bool moves_inputs;           /* as the root, the state moves its inputs to the device */
     bool entering;               /* a pre-forward is running */
     bool without_modules;        /* all modules of the state were freed */
-    size_t graph_hooks;          /* hooks of the state in autograd graphs */
+    bool has_hooks;              /* Hook objects of the state were created */
+    size_t hooks;                /* Hook objects, and hooks of the state in autograd graphs */
     unsigned long thread;        /* thread that entered the latest forward */
     uint32_t replaced;           /* FCPY_STATE_*: overridden methods, as of the latest hook */
     fcpy_version_cache version_cache;

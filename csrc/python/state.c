@@ -369,7 +369,7 @@ static PyMethodDef state_methods[] = {
      "root."},
     {"_note_freed_modules", fcpy_state_note_freed_modules, METH_NOARGS,
      "Notes that all modules of the state were freed. Calls _leave() when also no autograd graph "
-     "has its hooks."},
+     "and no copy of a module has its hooks."},
     {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
      "Callback at the end of a backward."},
     /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */

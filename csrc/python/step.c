@@ -450,13 +450,12 @@ int fcpy_state_pre_forward(fcpy_state *self, PyObject *module, PyObject **args, 
 /* Registers hooks on the outputs' gradients. Returns a new reference to `output`, or to the result
  * of an overridden method. */
 static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
-    const fct_hook hook = {self, call_pre_backward, fcpy_graph_hook_retain,
-                           fcpy_graph_hook_release};
+    const fct_hook hook = {self, call_pre_backward, fcpy_hook_retain, fcpy_hook_release};
     /* Within functorch's transforms, requires_grad of an output may be false although it has a
      * gradient. */
     if (fct_functorch_hooked() ||
         (self->replaced & (FCPY_STATE_HOOK_OUTPUT | FCPY_STATE_PRE_BACKWARD)) != 0) {
-        self->graph_hooks++; /* a hook of Python code does not report its end */
+        self->hooks++; /* a hook of Python code does not report its end */
         return PyObject_CallMethod((PyObject *)self, "_register_pre_backward_hook", "(O)", output);
     }
     if (fct_grad_enabled() && fcpy_hook_outputs(self->mod, (PyObject *)self, &hook, output) != 0) {

@@ -7,6 +7,7 @@ the other states when its modules are freed and no autograd graph has its hooks.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import random
 import weakref
@@ -234,6 +235,22 @@ def test_child_that_outlives_its_root_trains_alone(single_group: int) -> None:
     first = gradients_of(list(child.parameters()))
     assert all(torch.isfinite(gradient).all() for gradient in first)
     assert not state._fsdp_param_groups[0].is_unsharded
+
+
+def test_copy_that_outlives_its_model_trains(single_group: int) -> None:
+    model = shard()
+    model(X).sum().backward()
+    expected = gradients_of(list(model.parameters()))
+    model.zero_grad()
+    copied = copy.copy(model)
+    parts = weak_parts(model)
+    del model
+    copied[0] = copy.copy(copied[0])
+    copied(X).sum().backward()
+    for gradient, value in zip(gradients_of(list(copied.parameters())), expected, strict=True):
+        assert torch.equal(gradient, value)
+    del copied
+    assert alive(parts) == []
 
 
 def test_replaced_unit_leaves_the_lists_of_the_other_states(fake_group: int) -> None:
