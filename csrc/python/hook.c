@@ -1,6 +1,7 @@
 /* The Hook type: the callable in a module's forward (pre-)hooks. A call runs the functions of
- * step.c. Owns its state and, if the state has several modules, the set of those modules. Also owns
- * `shown`, the callable that torch registers: a method bound to the state, or a function around it.
+ * step.c. Owns its state and, if the state has several modules, a weak set of those modules. Also
+ * owns `shown`, the callable that torch registers: a method bound to the state, or a function
+ * around it.
  *
  * Attributes, comparisons, hash and repr are those of `shown`, so that programs that search for
  * torch's hooks find this hook. Under torch.compile dynamo breaks the graph at the hook and calls
@@ -20,7 +21,7 @@ typedef struct fcpy_hook {
     vectorcallfunc vectorcall;
     fcpy_state *state; /* owned */
     bool post;         /* a post-forward hook, else a pre-forward hook */
-    PyObject *modules; /* set of the state's modules if it has several, else None */
+    PyObject *modules; /* weakref.WeakSet of the state's modules if it has several, else None */
     PyObject *shown;   /* torch's callable; never NULL */
     PyObject *weakrefs;
 } fcpy_hook;

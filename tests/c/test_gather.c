@@ -247,6 +247,36 @@ static void failed_copy_out_of_fallback_drops_its_gather(void **state) {
     end();
 }
 
+static int skip_copy_out(void *owner, fct_tensor **rows) {
+    (void)owner;
+    *rows = NULL;
+    return 0;
+}
+
+/* On one rank, Python code copies the shards to the aliases of an earlier gather. */
+static void fallback_gather_accepts_earlier_changes_of_aliases(void **state) {
+    (void)state;
+    begin(1, false);
+    fc_group_base *base = &group->core.base;
+    bool all = false;
+    assert_int_equal(fc_unsharded_alias(base, &all), FC_OK);
+    assert_true(all);
+    fct_tensor_bump(base->params[0]->sharded_data);
+    assert_int_equal(fc_unsharded_check_leaves(base), FC_ESTATE);
+    fc_callbacks callbacks = sim_callbacks;
+    callbacks.gather = start_fallback;
+    callbacks.copy_out = skip_copy_out;
+    base->callbacks = &callbacks;
+    base->fallbacks = FC_FALLBACK_GATHER;
+    start();
+    wait_and_copy_out();
+    assert_int_equal(fc_unsharded_record_leaves(base), FC_OK);
+    assert_int_equal(fc_unsharded_check_leaves(base), FC_OK);
+    base->callbacks = &sim_callbacks;
+    base->fallbacks = 0;
+    end();
+}
+
 static void gather_check_reports_memory_in_wrong_state(void **state) {
     (void)state;
     begin(2, false);
@@ -273,6 +303,7 @@ int main(void) {
         cmocka_unit_test(failed_copy_out_frees_memory_and_can_be_repeated),
         cmocka_unit_test(owned_chunks_survive_failed_copy_out),
         cmocka_unit_test(failed_copy_out_of_fallback_drops_its_gather),
+        cmocka_unit_test(fallback_gather_accepts_earlier_changes_of_aliases),
         cmocka_unit_test(gather_check_reports_memory_in_wrong_state),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -34,6 +34,13 @@ MUTATIONS = {
         "test_group",
         "in a group of sharded state",
     ),
+    "gather by Python code keeps the former versions of aliases": Mutation(
+        "gather",
+        "fc_unsharded_record_versions(base);",
+        "(void)base;",
+        "test_gather",
+        "[  FAILED  ] fallback_gather_accepts_earlier_changes_of_aliases",
+    ),
     "shards of aliases that changed in place are accepted": Mutation(
         "unsharded",
         "    return shard.data == flat.data;",
