@@ -98,7 +98,8 @@ def shard_modules(
     parts = meshes.split(params)
     infos = _get_param_module_infos(params, modules) if params else ()
     module_infos: dict[Any, ParamModuleInfo] = {
-        param: WeakModuleInfo(info) for param, info in zip(params, infos)
+        param: WeakModuleInfo(i.module, i.param_name, i.shared_modules, i.shared_param_names)
+        for param, i in zip(params, infos)
     }
     renaming_module = _find_renaming_module(module_infos)
     names = [] if renaming_module is None else _list_names(modules)

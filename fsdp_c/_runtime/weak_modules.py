@@ -52,9 +52,6 @@ class WeakModuleInfo(ParamModuleInfo):
     In place of a freed module, the attributes return a new module without parameters.
     """
 
-    def __init__(self, info: ParamModuleInfo) -> None:
-        super().__init__(info.module, info.param_name, info.shared_modules, info.shared_param_names)
-
     @property
     def module(self) -> nn.Module:
         return _get_target(self._module)

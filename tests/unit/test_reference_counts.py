@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import random
 import weakref
@@ -275,6 +276,7 @@ def test_state_of_a_list_is_freed_with_the_last_module(fake_group: int) -> None:
     assert state()._modules == group.modules == tuple(modules)
     info = group.fsdp_params[-1]._module_info
     assert not list(info.module.parameters())
+    assert dataclasses.replace(group.fsdp_params[0]._module_info).module is modules[0][0]
     modules.clear()
     assert state() is None and group.modules == ()
 
