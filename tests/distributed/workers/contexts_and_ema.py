@@ -172,7 +172,7 @@ def clip_on_several_meshes(rank: int, world: int) -> None:
     expected = torch.nn.utils.get_total_norm(full_grads)
     with CommDebugMode() as comm:
         total = clip_grad_norm_(model, 1.0)
-    assert comm.get_total_counts() == 2
+    assert comm.get_total_counts() == len({world, world // 2} - {1})  # one for each size of shards
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     for param, grad in zip(model.parameters(), full_grads, strict=True):
         clipped = grad / (expected + 1e-6)
