@@ -34,6 +34,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+if getattr(sys.flags, "safe_path", False):  # as in `make sanitize`: without the script's folder
+    sys.path.insert(0, str(Path(__file__).parent))
+
 import fork_server
 
 SHUTDOWN = Path(__file__).resolve().parents[2] / "fsdp_c/_compat/shutdown.py"
