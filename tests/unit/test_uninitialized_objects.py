@@ -243,8 +243,9 @@ def test_post_backward_of_group_without_reduction_needs_an_unshard_but_no_forwar
             model.reshard()
         return releases.groups_of(model._get_fsdp_state())[0]
 
-    with pytest.raises(AttributeError, match="'FSDPParam' object has no attribute 'reduce_dtype'"):
-        get_group(False).post_backward()
+    if function is fully_shard or not releases.has("2.15"):  # torch 2.15 reads no such attribute
+        with pytest.raises(AttributeError, match="'FSDPParam' object has no attribute 'reduce_d"):
+            get_group(False).post_backward()
     group = get_group(True)
     group.post_backward()
     assert group._training_state.name == "POST_BACKWARD"
