@@ -206,13 +206,9 @@ static void hook_dealloc(PyObject *obj) {
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(obj);
     }
-    fcpy_state *state = self->state;
-    self->state = NULL;
     Py_CLEAR(self->modules);
     Py_CLEAR(self->shown);
-    if (state != NULL) {
-        fcpy_hook_release(state);
-    }
+    fcpy_hook_release(self->state);
     type->tp_free(obj);
     Py_DECREF(type);
 }

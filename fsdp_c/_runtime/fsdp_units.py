@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 
@@ -132,7 +133,10 @@ def list_registered_params(param: Any) -> list[Any]:
 
 def iterate_registrations(param: Any) -> Iterator[tuple[nn.Module, str]]:
     """Yields (module, name) of each registration of a parameter. A shared one has several."""
-    info = param._module_info
+    return iterate_registrations_of_info(param._module_info)
+
+
+def iterate_registrations_of_info(info: ParamModuleInfo) -> Iterator[tuple[nn.Module, str]]:
     yield info.module, info.param_name
     yield from zip(info.shared_modules, info.shared_param_names)
 

@@ -36,6 +36,7 @@ from .._compat import zero_grad
 from .._compat.group_constructor import construct_group
 from .._compat.originals import is_torch_function
 from .._compat.torch_releases import ShardPlacementFnResult, resolve_placement
+from .fsdp_units import iterate_registrations_of_info
 from .hints import get_class_name, with_hint
 from .lint_params import record_sharded_params
 from .module_methods import add_missing_methods
@@ -101,9 +102,14 @@ def shard_modules(
         param: WeakModuleInfo(i.module, i.param_name, i.shared_modules, i.shared_param_names)
         for param, i in zip(params, infos)
     }
-    renaming_module = _find_renaming_module(module_infos)
+    registrations = [
+        registration
+        for info in module_infos.values()
+        for registration in iterate_registrations_of_info(info)
+    ]
+    renaming_module = next((m for m, name in registrations if name not in m._parameters), None)
     names = [] if renaming_module is None else _list_names(modules)
-    holders = [m for info in module_infos.values() for m in (info.module, *info.shared_modules)]
+    holders = [module for module, _ in registrations]
     transaction.set_snapshot(
         ModuleSnapshot([*modules, *managed_modules, *holders], [*params, *buffers])
     )
@@ -275,19 +281,6 @@ def _validate_params(params: list[nn.Parameter], modules: tuple[nn.Module, ...])
             )
 
 
-def _find_renaming_module(
-    module_infos: dict[nn.Parameter, ParamModuleInfo],
-) -> nn.Module | None:
-    """Returns a module that lists a parameter under a name under which it has none, or None."""
-    for info in module_infos.values():
-        for module, name in zip(
-            (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
-        ):
-            if name not in module._parameters:
-                return module
-    return None
-
-
 def _list_names(modules: tuple[nn.Module, ...]) -> list[set[str]]:
     return [{name for name, _ in module.named_parameters()} for module in modules]
 
@@ -295,7 +288,10 @@ def _list_names(modules: tuple[nn.Module, ...]) -> list[set[str]]:
 def _check_names(
     modules: tuple[nn.Module, ...], previous: list[set[str]], renaming_module: nn.Module
 ) -> None:
-    """Raises the exception of torch's ``contract`` if sharding has changed names."""
+    """Raises the exception of torch's ``contract`` if sharding has changed names.
+
+    ``renaming_module`` lists a parameter under a name under which it has none.
+    """
     for names, new_names in zip(previous, _list_names(modules)):
         if names != new_names:
             error = RuntimeError(

@@ -40,6 +40,7 @@ from .._compat.guard import (
 )
 from .._compat.torch_releases import orig_param_uid
 from . import extensions
+from .fsdp_units import iterate_registrations
 from .mixed_precision import (
     APPLIED_REDUCE_DTYPE,
     REDUCES_IN_PARAM_DTYPE,
@@ -197,9 +198,7 @@ class Param(ReplaceableShard):
 
     def register(self) -> None:
         """Registers the sharded parameter on every module that has the original parameter."""
-        info = self._module_info
-        registrations = [(info.module, info.param_name)]
-        registrations += zip(info.shared_modules, info.shared_param_names)
+        registrations = list(iterate_registrations(self))
         uses_default_setattr = [
             getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
             for module, _ in registrations
@@ -215,7 +214,8 @@ class Param(ReplaceableShard):
                 "__init__",
                 "<lambda>",
             )
-            self._post_load_hook_handle = info.module.register_load_state_dict_post_hook(hook)
+            module = self._module_info.module
+            self._post_load_hook_handle = module.register_load_state_dict_post_hook(hook)
 
     @property
     def sharded_state(self) -> ShardedState:

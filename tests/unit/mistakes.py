@@ -461,16 +461,19 @@ def parameter_set_to_none_after_sharding(api: Api) -> None:
     api.train(model)
 
 
+class Renaming(nn.Linear):
+    """A layer that lists its parameters under names without attributes."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield f"{name}_of_layer", param
+
+
 @mistake(
     "RuntimeError: Checking parameters: Composable distributed API implementations cannot modify",
     "named_parameters() of Renaming returns",
 )
 def parameters_renamed_by_named_parameters(api: Api) -> None:
-    class Renaming(nn.Linear):
-        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-            for name, param in super().named_parameters(*args, **kwargs):
-                yield f"{name}_of_layer", param
-
     api.shard(Renaming(8, 8))
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from mistakes import Renaming
 from releases import DataParallelMeshDims
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,14 +94,6 @@ def test_noncontiguous_parameter_raises_and_corrected_call_succeeds(fake_group: 
     module.weight = nn.Parameter(module.weight.detach().contiguous())
     fully_shard(module)
     train(module)
-
-
-class Renaming(nn.Linear):
-    """A layer that lists its parameters under names without attributes."""
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        for name, param in super().named_parameters(*args, **kwargs):
-            yield f"{name}_of_layer", param
 
 
 def test_parameters_listed_under_other_names_raise(fake_group: int) -> None:

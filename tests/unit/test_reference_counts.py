@@ -1,7 +1,8 @@
 """Reference counts free a deleted model: no part of fsdp_c keeps it until a garbage collection.
 
 Modules own their FSDP state, and the state has weak references to them. A state leaves the lists of
-the other states when its modules are freed and no autograd graph has its hooks.
+the other states when its modules are freed, and neither a copy of a module nor an autograd graph
+has its hooks.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import releases
 import torch
 import torch.nn as nn
+from lifetime import weak_references
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -100,21 +101,8 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def weak_parts(model: nn.Module) -> dict[str, weakref.ref[Any]]:
-    """Returns weak references to the modules, states, groups, parameters and shards."""
-    parts: dict[str, weakref.ref[Any]] = {}
-    for name, module in model.named_modules():
-        parts[f"module {name}"] = weakref.ref(module)
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        for index, group in enumerate(releases.groups_of(state) if state is not None else ()):
-            parts[f"state {name}"] = weakref.ref(state)
-            parts[f"group {index} {name}"] = weakref.ref(group)
-            for param in group.fsdp_params:
-                parts[f"param {param._module_info.param_name} {name}"] = weakref.ref(param)
-                parts[f"shard {param._module_info.param_name} {name}"] = weakref.ref(
-                    param._sharded_param_data
-                )
-    return parts
+def without(kind: str, parts: dict[str, weakref.ref[Any]]) -> dict[str, weakref.ref[Any]]:
+    return {name: part for name, part in parts.items() if not name.startswith(kind)}
 
 
 def alive(parts: dict[str, weakref.ref[Any]]) -> list[str]:
@@ -127,7 +115,7 @@ def test_deleted_model_is_freed_at_once(fake_group: int, kind: str, steps: int) 
     model = MODELS[kind]()
     for _ in range(steps):
         model(X).sum().backward()
-    parts = weak_parts(model)
+    parts = weak_references(model)
     assert len(parts) > 8
     del model
     assert alive(parts) == []
@@ -155,7 +143,7 @@ def fail_in_forward(model: Any) -> None:
         model(X)
 
 
-def evaluate_with_registered_method(model: Any) -> None:
+def evaluate_after_unshard(model: Any) -> None:
     with torch.no_grad():
         model[0].unshard()
         model(X)
@@ -166,7 +154,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "optimizer": train_with_optimizer,
     "state dict": save_and_load,
     "failed forward": fail_in_forward,
-    "evaluation": evaluate_with_registered_method,
+    "evaluation": evaluate_after_unshard,
     "handle": lambda model: model[0].unshard(async_op=True),
     "accumulation": lambda model: (
         model.set_requires_gradient_sync(False),
@@ -179,7 +167,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 def test_model_is_freed_at_once_after_use(fake_group: int, use: str) -> None:
     model = shard()
     USES[use](model)
-    parts = weak_parts(model)
+    parts = weak_references(model)
     del model
     assert alive(parts) == []
 
@@ -198,7 +186,7 @@ def test_backward_after_deletion_gives_the_gradients_and_then_frees(
 
     model = MODELS[kind]()
     params = list(model.parameters())
-    parts = {name: ref for name, ref in weak_parts(model).items() if not name.startswith("shard")}
+    parts = without("shard", weak_references(model))
     loss = model(X).sum()
     del model
     assert not [name for name in alive(parts) if name.startswith("module")]
@@ -225,8 +213,8 @@ def test_second_backward_through_a_retained_graph_works_after_deletion(single_gr
 def test_child_that_outlives_its_root_trains_alone(single_group: int) -> None:
     model = shard()
     model(X).sum().backward()
-    parts = weak_parts(model)
-    child = model[1]
+    parts = without("context", weak_references(model))
+    child = model[1]  # shares its context with the root
     del model
     assert set(alive(parts)) == {name for name in parts if name.split()[-1].startswith("1")}
     state = child._get_fsdp_state()
@@ -244,7 +232,7 @@ def test_copy_that_outlives_its_model_trains(single_group: int) -> None:
     expected = gradients_of(list(model.parameters()))
     model.zero_grad()
     copied = copy.copy(model)
-    parts = weak_parts(model)
+    parts = weak_references(model)
     del model
     copied[0] = copy.copy(copied[0])
     copied(X).sum().backward()
@@ -257,7 +245,7 @@ def test_copy_that_outlives_its_model_trains(single_group: int) -> None:
 def test_replaced_unit_leaves_the_lists_of_the_other_states(fake_group: int) -> None:
     model = shard_with_prefetches()
     model(X).sum().backward()
-    parts = weak_parts(model[1])
+    parts = without("context", weak_references(model[1]))  # units share it
     model[1] = nn.Identity()
     assert alive(parts) == []
     states = [module._get_fsdp_state() for module in (model, model[0], model[2])]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from behavior import Api, blocks_and_head, shard, train
 from interrupt import CASES, wait_until_blocked
+from releases import groups_of
 from torch.distributed.device_mesh import DeviceMesh
 
 # ---- many steps ----
@@ -123,22 +124,23 @@ def census_before_and_after_50_steps(rank: int, world: int) -> list[dict[str, in
 
 
 def weak_references(model: nn.Module) -> dict[str, Any]:
-    """Returns weak references to all parts of the model, by name."""
-    result: dict[str, Any] = {"model": weakref.ref(model)}
-    for index, module in enumerate(model.modules()):
-        result[f"module {index}"] = weakref.ref(module)
+    """Returns weak references to all parts of the model, by kind and module name."""
+    result: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        result[f"module {name}"] = weakref.ref(module)
         if not hasattr(module, "_get_fsdp_state"):
             continue
         state = module._get_fsdp_state()
-        result[f"state {index}"] = weakref.ref(state)
-        result[f"context {index}"] = weakref.ref(state._comm_ctx)
-        for group in state._fsdp_param_groups:
-            result[f"group {index}"] = weakref.ref(group)
+        result[f"state {name}"] = weakref.ref(state)
+        result[f"context {name}"] = weakref.ref(state._comm_ctx)
+        for index, group in enumerate(groups_of(state)):
+            result[f"group {index} {name}"] = weakref.ref(group)
             for number, param in enumerate(group.fsdp_params):
-                result[f"param {index} {number}"] = weakref.ref(param)
-                result[f"shard {index} {number}"] = weakref.ref(param.sharded_param)
+                key = f"{index}.{number} {name}"
+                result[f"param {key}"] = weakref.ref(param)
+                result[f"shard {key}"] = weakref.ref(param.sharded_param)
                 if hasattr(param, "_unsharded_param"):
-                    result[f"unsharded {index} {number}"] = weakref.ref(param._unsharded_param)
+                    result[f"unsharded {key}"] = weakref.ref(param._unsharded_param)
     return result
 
 
