@@ -3,12 +3,13 @@
  *
  * All comm contexts of the process share one queue of ended intervals, because the transport counts
  * intervals by process group, and contexts may share process groups. The queue keeps the order of
- * the ends of backwards, which is equal on all ranks. Times of copies are not. The GIL guards the
- * queue.
+ * the ends of backwards, which is equal on all ranks. The times of the copies differ between ranks.
+ * The GIL guards the queue.
  *
  * Streams: the stream that takes the first sum zeroes the table. Each addition waits for the event
  * `zeroed`. The end of the interval makes the current stream wait for all streams with additions.
- * The table is released when its stream waits for all additions and for the copy. */
+ * The table is released when its stream waits for all additions and for the copy, unless a call of
+ * the device has failed. */
 #include "device_checksums.h"
 
 #include <assert.h>
@@ -417,8 +418,11 @@ static void number_entries(entry_list *list) {
 /* Moves the open interval to `ended`. Another one is open afterwards. */
 static void detach(fc_device_checksums *d, ended_interval *ended) {
     number_entries(&d->entries);
-    *ended =
-        (ended_interval){.owner = d, .entries = d->entries, .table = d->table, .zeroed = d->zeroed};
+    *ended = (ended_interval){.owner = d,
+                              .entries = d->entries,
+                              .table = d->table,
+                              .home = d->home,
+                              .zeroed = d->zeroed};
     *d = (fc_device_checksums){.device = d->device, .interval = d->interval + 1};
 }
 
@@ -431,7 +435,7 @@ fc_status fc_device_checksums_end_interval(fc_device_checksums *d) {
     }
     assert(d->stream_count <= STREAMS_MAX && d->taken <= TABLE_SUMS);
     FC_TRY(query_capture(d->device, &capturing));
-    if (capturing) { /* allows no query of an event */
+    if (capturing) { /* a capture allows no query of an event */
         fc_device_checksums_drop(d);
         return FC_OK;
     }

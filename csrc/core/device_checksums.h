@@ -33,7 +33,8 @@ typedef struct fc_device_sum {
 /* NULL is allowed. Checksums that were not passed are lost. */
 void fc_device_checksums_free(fc_device_checksums *d);
 /* Takes a sum of the open interval. *d: NULL before the first call. The sum is unknown if the
- * device computes no checksums, if the table is full, and during a capture. */
+ * device computes no checksums, if the table is full, and if a capture prevents the allocation of
+ * the table. */
 FC_CHECK fc_status fc_device_checksums_take(fc_device_checksums **d, fct_device device,
                                             fc_device_sum *sum);
 /* Adds the checksums of ranges of memory to the sum, on the current stream. No effect if the sum is
@@ -48,11 +49,12 @@ void fc_device_checksums_complete(fc_device_checksums **d, fct_device device,
 /* Whether the interval should end before the next forward, because half of the table is used, as in
  * a long evaluation. d: NULL is allowed. */
 bool fc_device_checksums_is_half_full(const fc_device_checksums *d);
-/* Ends the interval, and passes the checksums of earlier intervals to the transport. The current
- * stream waits for all additions. d: NULL is allowed. */
+/* Ends the interval. Passes the checksums of ended intervals to the transport, up to the first
+ * interval whose copy is not done. The current stream waits for all additions. During a capture,
+ * only makes the checksums unknown. d: NULL is allowed. */
 FC_CHECK fc_status fc_device_checksums_end_interval(fc_device_checksums *d);
-/* Makes the completed checksums of the open interval unknown, when all ranks reset a model. d: NULL
- * is allowed. */
+/* Makes the completed checksums of the open interval unknown, for example when all ranks reset a
+ * model. d: NULL is allowed. */
 void fc_device_checksums_drop(fc_device_checksums *d);
 
 #endif

@@ -348,6 +348,9 @@ int fct_event_record(fct_event *e, fct_stream s) {
 
 /* A wait covers the work at the event's latest record. A later record does not change it. */
 int fct_event_wait(fct_event *e, fct_stream s) {
+    if (s.device.type != sim_device().type) {
+        sim_fail("a stream of another device waits for an event");
+    }
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_event_wait")) {
         return -1;
     }
