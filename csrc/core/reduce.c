@@ -508,7 +508,7 @@ fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute) {
                                       &base->comm->error));
     }
     if (uses_fallback) {
-        if (reducer->all_reduce_grads) {
+        if (all_reduces_now(reducer)) {
             fc_group_base_add_checksum(base, &base->replicate, FC_ALL_REDUCE, 0);
         }
         FC_TRY_RAISED(base->callbacks->reduce(base->owner, plan->params, plan->grads, plan->count,

@@ -31,7 +31,8 @@ typedef struct fcd_end_callback {
 struct fct_pg {
     size_t refs;
     int32_t unit;
-    /* part of the unit's name string; borrowed from the unit, which outlives the events */
+    /* part of the unit's name of the group; borrowed. fcd_model_fini() frees it, so events are read
+     * before. */
     const char *role;
 };
 
@@ -52,7 +53,6 @@ int fct_pg_resolve(const char *name, fct_pg **out) {
 
 void fct_pg_retain(fct_pg *pg) {
     pg->refs++;
-    fcd_current_record->groups++;
 }
 
 void fct_pg_release(fct_pg *pg) {

@@ -181,6 +181,8 @@ static void work_is_recorded_with_the_unit_of_its_group(void **state) {
     begin(false);
     fct_tensor *t = new_tensor(10, cpu);
     assert_int_equal(fct_pg_resolve("7 shard", &pg), 0);
+    fct_pg_retain(pg);
+    fct_pg_release(pg);
     assert_int_equal(fct_all_gather(pg, NULL, t, t, false, &work), 0);
     const fcd_event *e = &record.events[record.count - 1];
     assert_int_equal(e->kind, FCD_ALL_GATHER);

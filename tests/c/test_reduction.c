@@ -304,6 +304,35 @@ static void reduction_check_reports_inconsistent_list(void **state) {
     end();
 }
 
+static int reduce_nothing(void *owner, fc_param *const *params, fct_tensor **grads, size_t count,
+                          bool order_compute) {
+    (void)owner, (void)params, (void)grads, (void)count, (void)order_compute;
+    return 0;
+}
+
+/* Without replicas there is no all-reduce, and no process group to which its checksum belongs. */
+static void reduction_by_callback_without_replicas_adds_no_checksum(void **state) {
+    (void)state;
+    const sim_checksum *list = NULL;
+    begin();
+    model->comm.checksums = true;
+    fc_group *g = &group(1)->core;
+    fc_reduce_plan *plan = &g->reducer.plan;
+    fc_callbacks callbacks = sim_callbacks;
+    callbacks.reduce = reduce_nothing;
+    g->base.callbacks = &callbacks;
+    g->base.fallbacks = FC_FALLBACK_REDUCE;
+    assert_int_equal(fc_reduce_plan_reserve(plan, 1), FC_OK);
+    plan->params[0] = &group(1)->params[0].core;
+    plan->grads[0] = vector_of(4, 1.0);
+    plan->count = 1;
+    assert_int_equal(fc_reduce_run(&g->reducer, fc_group_base_all(&g->base), false), FC_OK);
+    assert_int_equal(plan->count, 0);
+    assert_int_equal(sim_checksums(&list), 0);
+    g->base.callbacks = &sim_callbacks;
+    end();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(recycle_finishes_oldest_reductions_down_to_limit),
@@ -319,6 +348,7 @@ int main(void) {
         cmocka_unit_test(partial_row_without_new_gradient_is_copied),
         cmocka_unit_test(merged_row_is_released_before_reduction_is_recycled),
         cmocka_unit_test(reduction_check_reports_inconsistent_list),
+        cmocka_unit_test(reduction_by_callback_without_replicas_adds_no_checksum),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
