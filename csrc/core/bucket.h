@@ -93,7 +93,7 @@ bool fc_bucket_arrived(fc_param *p);
 bool fc_bucket_next(fc_buckets *b, fc_span *span);
 /* Ends the group's backward and its eager mode. */
 void fc_bucket_end(fc_buckets *b);
-/* Returns the number of reductions that may stay in flight when the next one starts. */
+/* Returns the number of reductions that may be in flight at one time, with the one that starts. */
 size_t fc_bucket_in_flight(const fc_buckets *b);
 
 /* Checks the invariants that hold between transitions. Returns FC_ESTATE with a message if one is

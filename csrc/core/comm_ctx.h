@@ -46,7 +46,7 @@ typedef struct fc_comm_ctx {
     struct fc_reduction *oldest;
     struct fc_reduction *newest;
     size_t reductions;
-    /* reductions that may be in flight when another reduction starts; at least 1 */
+    /* reductions that may be in flight at one time, with the one that starts; at least 1 */
     size_t max_reductions;
     fct_event *last_reduced;     /* end of the latest reduction on reduce_stream */
     fct_event *last_all_reduced; /* end of the latest reduction on all_reduce_stream */

@@ -14,7 +14,7 @@
 typedef struct fc_foreach {
     fct_tensor **dst; /* [capacity] counted, or NULL */
     fct_tensor **src; /* [capacity] counted, or NULL */
-    int64_t *sizes;   /* [capacity] */
+    int64_t *sizes;   /* [capacity] of the parts of a split; in copies a key of both dtypes */
     size_t count;
     size_t capacity;
 } fc_foreach;

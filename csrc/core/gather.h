@@ -33,7 +33,8 @@ typedef struct fc_pending_gather {
     bool split;           /* large parameters are gathered into their own chunks */
     fc_gather_plan *plan; /* points into fc_gather */
     fc_process_group *pg; /* points into fc_group_base */
-    /* the packed chunk; NULL with one rank, or if every input has its own chunk */
+    /* The packed chunk, or the rows of the fallback's copy_out(). NULL with one rank, or if every
+     * input has its own chunk. */
     fct_tensor *buffer;
     fct_work *work;  /* NULL if the collective is complete, or if `done` is set instead */
     fct_event *done; /* end of the all-gather; only with streams and without async_op */
@@ -75,11 +76,13 @@ bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward);
 /* Makes the gathered rows visible to the current stream; on the CPU, to the caller. */
 FC_CHECK fc_status fc_gather_await(fc_gather *a);
 /* Performs all steps of the unshard that can fail before the swap: memory, contents, parameter
- * objects. On failure no unsharded parameter holds memory. A gather of extended parameters or of
- * the fallback is then discarded: their hooks and the callback copy_out() run once per gather. */
+ * objects. On failure no unsharded parameter holds memory, unless keep_storage is set. A gather of
+ * extended parameters or of the fallback is then discarded: their hooks and the callback copy_out()
+ * run once per gather. */
 FC_CHECK fc_status fc_gather_copy_out(fc_gather *a);
-/* Orders the next use of the buffer after the copy-out. This function is the last step that can
- * fail. *copied is set if the mode leaves the wait to the next group. */
+/* Orders the next use of the buffer after the copy-out. This is the last step of a gather that can
+ * fail; the swap of the parameters may still fail. *copied is set if the mode leaves the wait to
+ * the next group. */
 FC_CHECK fc_status fc_gather_end_copy_out(fc_gather *a, fc_stream_mode mode, fct_event **copied);
 /* Frees the unsharded memory after a failure of fc_gather_end_copy_out or of a later step. The
  * gathered rows stay if they can be copied out again. Takes `copied`. */

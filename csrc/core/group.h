@@ -138,9 +138,10 @@ FC_CHECK fc_status fc_group_set_comm(fc_group *g, fc_comm_ctx *comm);
  * again at the next unshard. */
 void fc_group_invalidate(fc_group *g);
 
-/* Starts the all-gather, unless a gather is pending or the group is unsharded with current data.
- * `pass`: the pass that needs the parameters. In a prefetch `pass` differs from the group's
- * training state. */
+/* Starts the all-gather, unless a gather is pending or the group is unsharded. `pass`: the pass
+ * that needs the parameters. In FORWARD and IDLE, data of older shards are discarded and gathered
+ * again. In PRE_BACKWARD nothing is gathered if unshard_in_backward is off. In a prefetch `pass`
+ * differs from the group's training state. */
 FC_CHECK fc_status fc_group_unshard(fc_group *g, fc_training_state pass, bool async_op);
 /* Waits for the pending gather, copies out and registers the unsharded parameters. Does nothing
  * without a pending gather. */

@@ -84,7 +84,7 @@ FC_CHECK fc_status fc_group_base_compare_plan(fc_group_base *base, fc_process_gr
                                               bool waits);
 /* Start and await the agreements on the collectives of all process groups of the group; see
  * fc_process_group_start_agreement. No effect on devices with streams. `error` receives the first
- * difference; NULL: an earlier process group has one. */
+ * difference; NULL is allowed. */
 FC_CHECK fc_status fc_group_base_start_agreement(fc_group_base *base);
 FC_CHECK fc_status fc_group_base_await_agreement(fc_group_base *base, fc_error *error);
 /* Takes both allocators, which may be NULL. */

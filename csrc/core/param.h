@@ -43,7 +43,8 @@ typedef struct fc_param {
     bool defers_cast; /* autograd leaves a gradient in its own dtype; see fc_param_begin_grad() */
     bool aliased;     /* flat shares the shard's memory: one rank, no cast, no copy, no free */
     bool extended;    /* the shard has all-gather hooks; `extension` replaces flat */
-    bool unsharded_requires_grad; /* requires_grad of `unsharded` when it was created */
+    /* requires_grad of `unsharded` and of the sharded parameter, when they were last equal */
+    bool unsharded_requires_grad;
     bool offloaded; /* shard and gradient stay in host memory; no effect without streams */
     bool pinned;    /* the host memory of shard and gradient is pinned */
     /* State whose parameter object is registered on the modules; 0: unknown after a failed swap. */
@@ -64,11 +65,14 @@ typedef struct fc_param {
     /* The parameter over flat, N-D: the leaf that autograd accumulates into. */
     fct_tensor *unsharded;
     const void *leaf_before; /* address of `unsharded` at the beginning of the backward */
-    fct_tensor *accumulated; /* partial gradient in reduce_dtype, of backwards without reduction */
-    fct_tensor *partial;     /* HSDP: padded_numel elements, not all-reduced yet */
-    /* Owned by bucket.c. The subscription exists only in groups with several buckets. */
-    fct_grad_subscription *subscription; /* notification of the gradient of `unsharded` */
-    int64_t subscription_stream;         /* id of the stream that was current when it was created */
+    /* partial gradient of backwards without reduction, in reduce_dtype; after fc_param_keep_grad()
+     * in the dtype of .grad */
+    fct_tensor *accumulated;
+    fct_tensor *partial; /* HSDP: padded_numel elements, not all-reduced yet */
+    /* Notification of the gradient of `unsharded`; owned. bucket.c creates the subscription, in
+     * groups with several buckets. */
+    fct_grad_subscription *subscription;
+    int64_t subscription_stream; /* id of the stream that was current when it was created */
     /* buckets of the group, after the buckets were cut; borrowed */
     struct fc_buckets *buckets;
     size_t bucket; /* index of the parameter's bucket */
@@ -141,8 +145,8 @@ FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts
 FC_CHECK fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device,
                                           fc_error *err);
 /* can_free returns true if the memory can be freed. free frees the memory of flat, outputs and
- * inner tensors and keeps the tensors. If other tensors share the memory, free releases the tensors
- * instead. */
+ * inner tensors and keeps the tensors. If an array or another process shares the memory, free
+ * releases the tensors instead. */
 bool fc_param_can_free(const fc_param *p);
 void fc_param_free(fc_param *p);
 

@@ -72,7 +72,7 @@ typedef struct fc_gather_plan {
     bool native;       /* the kernels support every cast; otherwise torch casts some inputs */
     bool casts;        /* at least one input is cast: its compute dtype differs from its dtype */
     bool extended;     /* at least one parameter is extended */
-    bool from_host;    /* the device has streams, and at least one sent shard is in host memory */
+    bool from_host;    /* the device has streams, and at least one sent shard is offloaded */
     fct_dtype dtype;
     int device_type;   /* device type whose kernels cast */
     int64_t align;     /* alignment of slots and rows, in bytes */
@@ -127,7 +127,8 @@ FC_CHECK fc_status fc_slot_input_facts(const fc_gather_plan *plan, const fc_slot
 void fc_set_min_owned_chunk_bytes(int64_t bytes);
 /* Returns true if a split plan would give at least one parameter its own chunk. */
 bool fc_chunk_list_can_split(const fc_chunk_list *list);
-/* Assign the slots of a valid (laid out) plan to chunks. Precondition of `split`: can_split. */
+/* Assign the slots of a plan to chunks. Precondition: the gather plan is valid, or the reduce plan
+ * is laid out. If `split`, also fc_chunk_list_can_split(). */
 void fc_gather_plan_set_split(fc_gather_plan *plan, bool split);
 void fc_reduce_plan_set_split(fc_reduce_plan *plan, bool split);
 /* Returns the order of the row within the chunks, for the transport. The result borrows from the
@@ -141,8 +142,8 @@ FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity)
  * torch's functions can read.
  *
  * `reduce_dtype` FCT_NO_DTYPE: the widest dtype of the gradients; returns FC_EASSERT if two of
- * their dtypes have no wider one in common (bfloat16 and float16). For complex gradients a real
- * reduce dtype is the dtype of their parts. */
+ * their dtypes have no wider one in common (fc_dtype_wider). For complex gradients a real reduce
+ * dtype is the dtype of their parts. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
                                           bool *foreign, fc_error *err);
 /* Returns the offset of the slot after a slot of `numel` elements at `offset`. */

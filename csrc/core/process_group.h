@@ -36,11 +36,12 @@ FC_CHECK fc_status fc_process_group_open(fc_process_group *pg);
 FC_CHECK fc_status fc_process_group_register_users(const fc_process_group *pg, size_t more);
 
 /* Sets the hash of the plan, and the root. The next call of fc_process_group_compare_plan numbers
- * the root and compares the plan; the caller makes it before a collective. */
+ * the root and compares the plan. Call that function before the next collective. */
 void fc_process_group_set_plan(fc_process_group *pg, uint64_t plan, uint64_t root);
 
 /* Numbers the root over this process group, unless that was done. All ranks must number their roots
- * in the same order. No effect without a root, or if the process group cannot be resolved. */
+ * in the same order. No effect without a root, with one rank, or if the process group cannot be
+ * resolved. */
 FC_CHECK fc_status fc_process_group_number_root(fc_process_group *pg, fct_device device);
 /* Numbers the root, and compares the plan with the other ranks before the collective `operation` of
  * `modules`, unless that was done. `waits`: the caller waits for that collective at once. Opens the

@@ -9,10 +9,10 @@
  * (fc_param.partial) until a backward that all-reduces.
  *
  * With streams, run and finish are queued together on the reduce stream. Without streams the
- * collective runs while backward continues. The next group's reduction or the end of backward
- * finishes the reduction. If a parameter has post-accumulate-grad hooks, the reduction is finished
- * before backward continues. A reduction that does not overlap (fc_overlap) is complete before
- * backward continues, on any device.
+ * collective runs while backward continues. A later pre-backward, a later reduction or the end of
+ * backward finishes the reduction. If a parameter has post-accumulate-grad hooks, the reduction is
+ * finished before backward continues. A reduction that does not overlap (fc_overlap) is complete
+ * before backward continues, on any device.
  *
  * Preconditions: fc_reducer_init, and the group has a comm context, except in fini. The span lies
  * within the group's parameters. */
@@ -40,7 +40,7 @@ typedef struct fc_reducer {
     fc_group_base *base; /* borrowed */
     fc_reduce_plan plan; /* plan of the collected gradients */
     fc_transfer transfer;
-    fc_chunks chunks;   /* packed chunks, until the Work holds references to them */
+    fc_chunks chunks;   /* chunks of the plan, until the Work holds references to them */
     fct_event *reduced; /* end of the latest reduction; only with streams */
     fct_event *sent;    /* end of the latest queued copies to host memory */
     /* Settings of the user. */
@@ -67,9 +67,10 @@ fct_dtype fc_reducer_dtype(const fc_reducer *reducer);
 void fc_reducer_return_events(fc_reducer *reducer);
 
 /* Reduces the gradients of the span that were collected into reducer->plan, and removes them from
- * the plan. Parameters with a partial row are reduced even without a gradient. `order_compute`: the
- * current stream waits for the result. Used if backward begins before all modules of the group have
- * run forward. On failure the gradients are lost and nothing is in flight. */
+ * the plan. A reduction with an all-reduce includes parameters that only have a partial row.
+ * `order_compute`: the current stream waits for the result. Used if backward begins before all
+ * modules of the group have run forward. On failure the gradients are lost, and this reduction is
+ * not in flight. */
 FC_CHECK fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute);
 /* Makes the current stream wait for the reducer's latest reduction. */
 FC_CHECK fc_status fc_reduce_order_compute(fc_reducer *reducer);

@@ -323,7 +323,8 @@ done:
     return status;
 }
 
-/* Returns the common dtype of the sharded gradients, or FCT_NO_DTYPE if there are several. */
+/* Returns the common dtype of the sharded gradients. FCT_NO_DTYPE: they have several dtypes, or
+ * that of the reduction. */
 static fct_dtype common_dtype(const fc_reduction *r) {
     fct_dtype dtype = r->total > 0 ? fc_param_sharded_grad_dtype(r->params[0]) : FCT_NO_DTYPE;
     for (size_t i = 1; i < r->total; i++) {
@@ -350,8 +351,8 @@ done:
     return status;
 }
 
-/* Passes each parameter its view of the reduced row. `cast_views`: the parameters have different
- * dtypes, so each view is cast. */
+/* Passes each parameter its view of the reduced row. `cast_views`: the row has the dtype of the
+ * reduction, so each view is cast to the dtype of its gradient. */
 static fc_status distribute_gradients(fc_reduction *r, const fct_tensor *row, bool cast_views) {
     fc_status status = FC_OK;
     fct_tensor *view = NULL;

@@ -487,8 +487,8 @@ done:
     return verify_state(s, status);
 }
 
-/* Sets backward_kind for a state whose only group has several buckets. Other groups do not read
- * that field. */
+/* Sets backward_kind for a state whose only group has several buckets. For other groups
+ * FC_BACKWARD_SOLE_GROUP has the effect of FC_BACKWARD_PLAIN. */
 static void classify_backward(fc_state *s) {
     fc_group *g = s->group_count == 1 ? s->groups[0] : NULL;
     if (g != NULL && g->backward_kind != FC_BACKWARD_DOUBLE && fc_bucket_has_several(&g->buckets)) {

@@ -58,7 +58,7 @@ typedef struct fc_error {
     char message[512];
 } fc_error;
 
-/* UTF-8 that was cut. begin: returns the first character, behind the rest of another one. trim:
+/* For UTF-8 text that was cut. begin: skips the rest of an incomplete character at the start. trim:
  * removes an incomplete character from the end. */
 const char *fc_text_begin(const char *text);
 void fc_text_trim(char *text);

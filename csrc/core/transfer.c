@@ -105,7 +105,7 @@ static void release_all(fct_tensor **tensors, size_t count) {
 }
 
 /* Casts with torch the inputs that no kernel can cast, and points the segments at the casts.
- * *casts: new array of [count], or NULL if no cast was needed. */
+ * *casts: new array of [count], with NULL for inputs that need no cast. */
 static fc_status cast_with_torch(const fc_gather_plan *plan, fc_param *const *params,
                                  fck_segment *segments, fct_tensor ***casts, fc_error *err) {
     fc_status status = FC_OK;
@@ -343,8 +343,8 @@ done:
     return status;
 }
 
-/* Casts with torch the gradients that no kernel can cast. *casts: new array of [count], or NULL if
- * no cast was needed. */
+/* Casts with torch the gradients that no kernel can cast. *casts: new array of [count], with NULL
+ * for gradients that need no cast. */
 static fc_status cast_gradients(const fc_reduce_plan *plan, fct_tensor ***casts) {
     fc_status status = FC_OK;
     fct_tensor **cast_tensors = (fct_tensor **)calloc(plan->count, sizeof *cast_tensors);

@@ -18,8 +18,8 @@ FC_CHECK fc_status fc_unsharded_can_alias(const fc_group_base *base, bool *can);
  * creating and discarding an alias would replace the parameter's autograd leaf. */
 FC_CHECK fc_status fc_unsharded_alias(fc_group_base *base, bool *all);
 /* Stores the versions of the shards, so that fc_unsharded_check_leaves finds later changes of
- * aliases. A gather that Python code performs copies the shards to the aliases of an earlier
- * gather. */
+ * aliases. Call it also after a gather by Python code, which copies the shards to the aliases of an
+ * earlier gather. */
 void fc_unsharded_record_versions(fc_group_base *base);
 /* Allocates the outputs, and the inner tensors of extended parameters. A parameter that owns a
  * chunk adopts the memory of the gathered chunk. For all other parameters new memory is allocated.

@@ -27,7 +27,7 @@ typedef struct fcd_unit_description {
     int64_t post_forward_world; /* ranks of the smaller group of reshard_after_forward=n; 0: none */
     /* dtype of the unit's reductions; FCT_NO_DTYPE: that of the gradients */
     fct_dtype reduce;
-    int64_t bucket_bytes;
+    int64_t bucket_bytes;      /* fc_buckets.limit; 0: one bucket */
     int64_t max_input_buffers; /* the root's comm context takes the largest value of its units */
     bool reshard_after_forward;
     bool reshard_after_backward;

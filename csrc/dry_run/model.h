@@ -10,7 +10,6 @@
 typedef struct fcd_root {
     fc_iteration iteration;
     fc_comm_ctx comm;
-    size_t callback_references; /* references of autograd to the callback for the end of backward */
 } fcd_root;
 
 typedef struct fcd_model {
@@ -25,9 +24,10 @@ typedef struct fcd_model {
     fc_error error;
 } fcd_model;
 
-/* Creates the model on the core and allocates the shards, which are counted as FCD_SHARDS. Borrows
- * the description, which must have passed fcd_description_check. `storages` is the number of the
- * model's own storages. On failure m->error has a message. Call fcd_model_fini in any case. */
+/* Creates the model on the core and allocates the shards. They are counted as FCD_SHARDS, or as
+ * FCD_HOST if they are offloaded from a device with streams. Borrows the description, which must
+ * have passed fcd_description_check. `storages` is the number of the model's own storages. On
+ * failure m->error has a message. Call fcd_model_fini in any case. */
 FC_CHECK fc_status fcd_model_init(fcd_model *m, const fcd_description *description,
                                   size_t storages);
 /* Releases everything. Safe on a zeroed struct. */

@@ -82,7 +82,7 @@ typedef struct fcd_event {
     int64_t object;
     int64_t bytes;
     int64_t live;      /* bytes of the same purpose in use after an alloc or free */
-    const char *label; /* owned by the record or by the description; NULL: none */
+    const char *label; /* valid until fcd_model_fini(); NULL: none */
 } fcd_event;
 
 enum { FCD_RANGES_MAX = 32 };

@@ -79,16 +79,14 @@ static int end_backward(void *owner) {
     return (int)status;
 }
 
-static void retain_end(void *owner) {
-    ((fcd_root *)owner)->callback_references++;
-}
-
-static void release_end(void *owner) {
-    ((fcd_root *)owner)->callback_references--;
+/* Retains or releases the owner of end_backward(). No count is needed: the model owns the root
+ * until the callbacks are removed. */
+static void ignore_reference(void *owner) {
+    (void)owner;
 }
 
 static fc_status pre_backward(fc_state *state) {
-    const fct_hook at_end = {state->owner, end_backward, retain_end, release_end};
+    const fct_hook at_end = {state->owner, end_backward, ignore_reference, ignore_reference};
     return fc_state_pre_backward(state, &at_end);
 }
 
