@@ -135,7 +135,7 @@ static ended_interval *remove_ended(const fc_device_checksums *owner) {
 }
 
 /* Passes the checksums of the interval to the transport. */
-static void pass(const ended_interval *ended) {
+static void pass_interval(const ended_interval *ended) {
     const entry_list *list = &ended->entries;
     fct_facts facts = {0};
     if (ended->sums != NULL) {
@@ -169,7 +169,7 @@ static fc_status pass_ended(void) {
             return FC_OK;
         }
         oldest = ended->next;
-        pass(ended);
+        pass_interval(ended);
         free_ended(ended);
     }
 done:

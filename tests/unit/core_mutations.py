@@ -219,10 +219,24 @@ MUTATIONS = {
     ),
     "captured step ends an interval of device checksums": Mutation(
         "device_checksums",
-        "    if (capturing) { /* allows no query of an event */",
+        "    if (capturing) { /* a capture allows no query of an event */",
         "    if (capturing && d->table == NULL && d->entries.count == 0) {",
         "test_device_checksums",
         "[  FAILED  ] captured_step_adds_nothing_and_ends_no_interval",
+    ),
+    "ended interval keeps no stream of its table": Mutation(
+        "device_checksums",
+        "                              .home = d->home,\n",
+        "",
+        "test_device_checksums",
+        "a stream of another device waits for an event",
+    ),
+    "reduction by Python code without replicas adds a checksum": Mutation(
+        "reduce",
+        "        if (all_reduces_now(reducer)) {\n            fc_group_base_add",
+        "        if (reducer->all_reduce_grads) {\n            fc_group_base_add",
+        "test_reduction",
+        "pg->name != NULL || pg->handle != NULL",
     ),
     "table of a long evaluation is not ended": Mutation(
         "device_checksums",
