@@ -418,11 +418,8 @@ static void number_entries(entry_list *list) {
 /* Moves the open interval to `ended`. Another one is open afterwards. */
 static void detach(fc_device_checksums *d, ended_interval *ended) {
     number_entries(&d->entries);
-    *ended = (ended_interval){.owner = d,
-                              .entries = d->entries,
-                              .table = d->table,
-                              .home = d->home,
-                              .zeroed = d->zeroed};
+    *ended = (ended_interval){
+        .owner = d, .entries = d->entries, .table = d->table, .home = d->home, .zeroed = d->zeroed};
     *d = (fc_device_checksums){.device = d->device, .interval = d->interval + 1};
 }
 

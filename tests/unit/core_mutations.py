@@ -226,8 +226,8 @@ MUTATIONS = {
     ),
     "ended interval keeps no stream of its table": Mutation(
         "device_checksums",
-        "                              .home = d->home,\n",
-        "",
+        " .home = d->home, .zeroed = d->zeroed};",
+        " .zeroed = d->zeroed};",
         "test_device_checksums",
         "a stream of another device waits for an event",
     ),
