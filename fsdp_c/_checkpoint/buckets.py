@@ -51,7 +51,7 @@ def plan_buckets(
         while first_row < rows:
             free_bytes = max(limit - used_bytes, 0)
             count = rows if is_one_row else min(rows - first_row, free_bytes // max(row_bytes, 1))
-            if count * row_bytes > free_bytes or count == 0:
+            if count * row_bytes > free_bytes or count == 0 or not buckets:
                 if used_bytes > 0:  # continue in a new bucket
                     buckets.append([])
                     used_bytes = 0

@@ -147,14 +147,16 @@ class TestLayouts:
         ids=str,
     )
     @pytest.mark.parametrize("bucket_bytes", [1, 50, 10**6])
+    @pytest.mark.parametrize("columns", [6, 0])
     def test_load_on_two_dimensional_mesh_fills_own_shards(
-        self, rank: int, placements: Any, bucket_bytes: int
+        self, rank: int, placements: Any, bucket_bytes: int, columns: int
     ) -> None:
-        full = {"weight": torch.randn(10, 6), "bias": torch.randn(10)}
+        full = {"weight": torch.randn(10, columns), "bias": torch.randn(10)}
         with fake_world(4, rank):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
             model = nn.Linear(6, 10)
-            zeros = distribute_tensor(torch.zeros(10, 6), mesh, placements, src_data_rank=None)
+            zeros = torch.zeros_like(full["weight"])
+            zeros = distribute_tensor(zeros, mesh, placements, src_data_rank=None)
             model.weight = nn.Parameter(zeros)
             load_full_state_dict(model, full, src=rank, bucket_bytes=bucket_bytes)
             assert_loaded(model, full)
