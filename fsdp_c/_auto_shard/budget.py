@@ -8,8 +8,21 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from .._runtime import mixed_precision
 from .module_tree import is_bare_container, is_sealed
+
+
+def get_compute_dtype(param: nn.Parameter, mp_policy: Any) -> torch.dtype:
+    """Returns the dtype in which ``param`` computes.
+
+    ``mp_policy`` may be any object: ``fully_shard`` raises if it is not a policy.
+    """
+    dtype = None
+    if isinstance(mp_policy, MixedPrecisionPolicy) and param.is_floating_point():
+        dtype = mixed_precision.get_compute_dtype(mp_policy, param)
+    return dtype or param.dtype
 
 
 @dataclasses.dataclass
@@ -21,11 +34,10 @@ class SizeCounter:
     ranks: int = 1
 
     def __call__(self, params: Iterable[nn.Parameter]) -> int:
-        dtype: torch.dtype | None = getattr(self.mp_policy, "param_dtype", None)
         total = 0
         for param in params:
             if param not in self.ignored_params:
-                compute_dtype = dtype if dtype and param.is_floating_point() else param.dtype
+                compute_dtype = get_compute_dtype(param, self.mp_policy)
                 total += count_padded_elements(param, self.ranks) * compute_dtype.itemsize
         return total
 

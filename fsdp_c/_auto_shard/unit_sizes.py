@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 from .._runtime.mixed_precision import get_reduce_dtype
-from .budget import count_padded_elements, split_unit
+from .budget import count_padded_elements, get_compute_dtype, split_unit
 from .unit import Unit
 from .unit_order import have_equal_kwargs
 
@@ -103,11 +103,6 @@ def _get_reduce_dtype(
         get_reduce_dtype(mp_policy, param.dtype, compute_dtype) if mp_policy is not None else None
     )
     return dtype or compute_dtype
-
-
-def get_compute_dtype(param: nn.Parameter, mp_policy: Any) -> torch.dtype:
-    dtype = getattr(mp_policy, "param_dtype", None)
-    return dtype if dtype is not None and param.is_floating_point() else param.dtype
 
 
 def _estimate_transient_per_byte(

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
+from .._auto_shard.budget import get_compute_dtype
 from .._auto_shard.unit import Unit
 from .._runtime import fsdp_units
-from .._runtime.mixed_precision import APPLIED_REDUCE_DTYPE, get_compute_dtype, get_reduce_dtype
+from .._runtime.mixed_precision import APPLIED_REDUCE_DTYPE, get_reduce_dtype
 from .compare_digests import count_bytes
 from .fake_step import StateModules
 
@@ -383,8 +384,7 @@ def _make_planned_unit_sizes(
 
 
 def _make_planned_param_sizes(name: str, param: nn.Parameter, policy: Any) -> ParamSize:
-    dtype = get_compute_dtype(policy, param) if policy is not None else None
-    compute_dtype = dtype if dtype is not None and param.is_floating_point() else param.dtype
+    compute_dtype = get_compute_dtype(param, policy)
     reduce_dtype = None if policy is None else get_reduce_dtype(policy, param.dtype, compute_dtype)
     dtypes = (param.dtype, compute_dtype, reduce_dtype or compute_dtype)
     sizes = tuple(getattr(param, "_local_tensor", param).shape) or (1,)

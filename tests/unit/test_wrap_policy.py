@@ -300,6 +300,26 @@ class TestByteBudget:
         half = wrap.plan(model, layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
         assert units_of(half) == units_of(wrap.plan(model, 2 * layer))
 
+    @pytest.mark.parametrize(
+        ("policy", "bounds"),
+        [
+            (1024, {}),
+            ({nn.Linear}, {"min_unit": 1024}),
+            ({nn.Sequential}, {"max_transient": 2560, "ranks": 2}),
+        ],
+        ids=str,
+    )
+    def test_size_limits_count_bytes_in_dtype_of_override_fn(
+        self, policy: Any, bounds: dict[str, Any]
+    ) -> None:
+        layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
+        model = Block([layers])
+        override = MixedPrecisionPolicy(
+            torch.bfloat16, param_dtype_override_fn=lambda param: torch.float32
+        )
+        units = units_of(wrap.plan(model, policy, mp_policy=override, **bounds))
+        assert units == units_of(wrap.plan(model, policy, **bounds))
+
     def test_budget_makes_each_item_of_a_nested_list_a_unit(self) -> None:
         nested = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])})
         units = split_by_budget(Block([nested]), 1, set(), bytes_of)
