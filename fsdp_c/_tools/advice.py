@@ -62,16 +62,14 @@ def _iterate_candidates(sharding: Sharding, trace: Trace | None) -> Iterator[_Ca
         u for u in units if u.reduce_input_bytes > u.unsharded_gradient_bytes * 3 // 2
     ]
     if with_wider_reduction:
+        params = (param for unit in with_wider_reduction for param in unit.trained_params)
+        dtype = min((param.compute_dtype for param in params), key=lambda dtype: dtype.itemsize)
         changed = tuple(
-            _reduce_in_compute_dtype(u) if u in with_wider_reduction else u for u in units
+            _set_reduce_dtype(u, dtype) if u in with_wider_reduction else u for u in units
         )
-        with_narrow_reduction = replace(sharding, units=changed)
-        yield (
-            "reduce in bfloat16: reduce_dtype=None in mp_policy",
-            with_narrow_reduction,
-            trace,
-            1.0,
-        )
+        # reduce_dtype=None would mean the parameters' dtype with torch 2.15.
+        text = f"reduce in {str(dtype).removeprefix('torch.')}: reduce_dtype={dtype} in mp_policy"
+        yield text, replace(sharding, units=changed), trace, 1.0
     if any(not u.bucket_bytes and u.reduce_input_bytes > _BUCKET_MIB * 2**20 for u in units):
         changed = tuple(replace(u, bucket_bytes=_BUCKET_MIB * 2**20) for u in units)
         text = f"reduce large units in buckets: fsdp_c.set_bucket_cap(model, {_BUCKET_MIB})"
@@ -115,11 +113,8 @@ def _set_bfloat16_compute(unit: UnitSizes) -> UnitSizes:
     return replace(unit, params=tuple(params))
 
 
-def _reduce_in_compute_dtype(unit: UnitSizes) -> UnitSizes:
-    """Returns the unit with the compute dtype as reduce dtype."""
-    return replace(
-        unit, params=tuple(p._replace(reduce_dtype=p.compute_dtype) for p in unit.params)
-    )
+def _set_reduce_dtype(unit: UnitSizes, dtype: torch.dtype) -> UnitSizes:
+    return replace(unit, params=tuple(p._replace(reduce_dtype=dtype) for p in unit.params))
 
 
 def _can_double_ranks(unit: UnitSizes) -> bool:

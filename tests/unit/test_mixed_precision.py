@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 
 import fsdp_c
+from fsdp_c._runtime import mixed_precision
 from fsdp_c._runtime.mixed_precision import REDUCES_IN_PARAM_DTYPE
 
 FIELDS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -150,3 +153,23 @@ def test_grad_dtype_set_on_sharded_parameter_refuses_gradients_as_in_torch(
     result = train(getattr(fsdp_c, name))
     assert result == train(torch_shard)
     assert len(result) == (2 if grad_dtype in (torch.bfloat16, torch.float64) else 1)
+
+
+@pytest.mark.parametrize("reduces_in_param_dtype", [False, True])
+def test_reduce_dtype_that_plan_suggests_saves_predicted_bytes(
+    reduces_in_param_dtype: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``True``: as in torch 2.15, in which ``reduce_dtype=None`` means the parameters' dtype."""
+    monkeypatch.setattr(mixed_precision, "REDUCES_IN_PARAM_DTYPE", reduces_in_param_dtype)
+
+    def plan(reduce_dtype: torch.dtype | None) -> fsdp_c.Explanation:
+        policy = fsdp_c.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+        model = nn.Linear(64, 64, device="meta")
+        return fsdp_c.plan(model, {nn.Linear}, world_size=8, mp_policy=policy, file=io.StringIO())
+
+    before = plan(torch.float32)
+    (change,) = (c for c in before.changes if c.text.startswith("reduce in bfloat16"))
+    suggested = re.search(r"reduce_dtype=(\S+)", change.text)
+    assert suggested is not None
+    after = plan(eval(suggested[1], {"torch": torch}))
+    assert change.saves == before.peak.total - after.peak.total
