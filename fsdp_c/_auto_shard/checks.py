@@ -10,7 +10,6 @@ import torch.nn as nn
 from torch.distributed.fsdp import _common_utils
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
-from .module_tree import iterate_children_first
 from .unit import Unit
 
 
@@ -61,17 +60,6 @@ def find_mixed_requires_grad(
                 f"The following parameters have requires_grad=True:\n{list(trainable.values())}\n"
                 f"The following parameters have requires_grad=False:\n{list(frozen.values())}"
             )
-
-
-def post_order_named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns every module once with its name, in post-order: children before their parent.
-
-    Siblings are in registration order.
-    """
-    names: dict[nn.Module, str] = {root: ""}
-    for name, module in root.named_modules():
-        names.setdefault(module, name)
-    return [(names[module], module) for module in iterate_children_first(root)]
 
 
 def managed_param_to_fqn(

@@ -40,9 +40,9 @@ from fsdp_c._auto_shard.module_tree import iterate_children_first
 
 class TestHelpers:
     @given(trees)
-    def test_post_order_of_named_modules_equals_torch(self, tree: nn.Module) -> None:
-        expected = _wrap_utils._get_post_order_named_modules(tree)
-        assert checks.post_order_named_modules(tree) == expected
+    def test_children_first_yields_modules_in_post_order_of_torch(self, tree: nn.Module) -> None:
+        expected = [module for _, module in _wrap_utils._get_post_order_named_modules(tree)]
+        assert list(iterate_children_first(tree)) == expected
 
     def test_post_order_of_nested_module_dict_yields_children_first(self) -> None:
         model = nn.ModuleDict(
@@ -52,8 +52,9 @@ class TestHelpers:
                 "s3": nn.ReLU(),
             }
         )
-        names = [name for name, _ in checks.post_order_named_modules(model)]
-        assert names == ["s1", "s2.ss1", "s2.ss2", "s2", "s3", ""]
+        names = {module: name for name, module in model.named_modules()}
+        post_order = [names[module] for module in iterate_children_first(model)]
+        assert post_order == ["s1", "s2.ss1", "s2.ss2", "s2", "s3", ""]
 
     @given(trees, classes, st.integers(0, 20))
     def test_managed_parameters_and_their_names_equal_torch(
@@ -62,7 +63,7 @@ class TestHelpers:
         ignored = set(list(tree.parameters())[skip : skip + 2])
         visited: set[nn.Module] = set()
         visited_by_torch: set[nn.Module] = set()
-        for name, module in checks.post_order_named_modules(tree):
+        for name, module in _wrap_utils._get_post_order_named_modules(tree):
             if isinstance(module, (*kinds, nn.Conv1d)):
                 assert checks.managed_param_to_fqn(
                     module, ignored, visited, name
