@@ -46,37 +46,40 @@ def main() -> int:
 
 
 def _run_checks() -> Iterator[tuple[str, bool, str]]:
-    """Yields (name of the check, whether it passed, its finding)."""
+    """Yields (name of the check, whether it passed, its finding).
+
+    Only trainings can fail: ``import fsdp_c`` has raised if the extension does not fit torch.
+    """
     build = read_build()
     yield "extension", True, str(_C.__file__)
-    yield "torch", *_check_torch(build.torch if build is not None else "")
-    yield "kernels", *_check_kernels()
+    yield "torch", True, _describe_torch(build.torch if build is not None else "")
+    yield "kernels", True, _describe_kernels()
     yield "devices", True, _list_devices()
-    yield "entry point", *_check_entry_point()
+    yield "entry point", True, _describe_entry_point()
     yield "two ranks", *_train("cpu", 2)
     if torch.cuda.is_available():
         devices = min(2, torch.cuda.device_count())
         yield "one GPU" if devices == 1 else "two GPUs", *_train("cuda", devices)
 
 
-def _check_torch(built: str) -> tuple[bool, str]:
+def _describe_torch(built: str) -> str:
     if not built:
-        return True, f"{torch.__version__}; fsdp_c was built for an unknown release"
+        return f"{torch.__version__}; fsdp_c was built for an unknown release"
     if built == torch.__version__:
-        return True, f"{built}, for which fsdp_c was built"
-    return True, f"{torch.__version__}; fsdp_c was built for {built}, the same release"
+        return f"{built}, for which fsdp_c was built"
+    return f"{torch.__version__}; fsdp_c was built for {built}, the same release"
 
 
-def _check_kernels() -> tuple[bool, str]:
+def _describe_kernels() -> str:
     if _C.CUDA_KERNELS:
-        return True, "CPU and CUDA"
+        return "CPU and CUDA"
     if not torch.cuda.is_available():
-        return True, "CPU"
+        return "CPU"
     device = torch.device("cuda", torch.cuda.current_device())
     reason = kernels.add_missing_kernels(device)
     if reason:
-        return True, f"CPU; on CUDA, torch's operations move the data: {reason}"
-    return True, f"CPU; on CUDA, {kernels.describe_kernels(device)}"
+        return f"CPU; on CUDA, torch's operations move the data: {reason}"
+    return f"CPU; on CUDA, {kernels.describe_kernels(device)}"
 
 
 def _list_devices() -> str:
@@ -87,11 +90,11 @@ def _list_devices() -> str:
     return f"cpu, {names}"
 
 
-def _check_entry_point() -> tuple[bool, str]:
+def _describe_entry_point() -> str:
     entries = importlib.metadata.entry_points(group="torch.backends")
     if any(entry.value == "fsdp_c_autoload:autoload" for entry in entries):
-        return True, "installed: FSDP_C=1 replaces fully_shard in a job"
-    return True, "not installed with pip: FSDP_C=1 does nothing, python -m fsdp_c and imports work"
+        return "installed: FSDP_C=1 replaces fully_shard in a job"
+    return "not installed with pip: FSDP_C=1 does nothing, python -m fsdp_c and imports work"
 
 
 def _train(device: str, ranks: int) -> tuple[bool, str]:

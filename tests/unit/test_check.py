@@ -251,7 +251,7 @@ def test_check_trains_on_cpu_and_on_at_most_two_gpus(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(check, "_check_kernels", lambda: (True, ""))
+    monkeypatch.setattr(check, "_describe_kernels", lambda: "")
     monkeypatch.setattr(check, "_list_devices", lambda: "")
     monkeypatch.setattr(check, "_train", lambda device, ranks: (True, f"{ranks} on {device}"))
     trainings = [(name, text) for name, _, text in check._run_checks() if " on " in text]
@@ -273,7 +273,7 @@ def test_check_on_a_cuda_device_compiles_missing_kernels(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(kernels, "add_missing_kernels", lambda device: reason)
     monkeypatch.setattr(kernels, "describe_kernels", lambda device: "fsdp_c's nvrtc kernels")
-    assert check._check_kernels() == (True, text)
+    assert check._describe_kernels() == text
 
 
 @pytest.mark.parametrize(
