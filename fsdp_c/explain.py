@@ -95,7 +95,7 @@ def explain(
         title=fsdp_units.get_original_class(model).__name__,
         warnings=warnings,
         layout=layout,
-        sharding=_make_sharding(layout, model, optimizer_cost, on_cpu),
+        sharding=make_sharding(layout, model, optimizer_cost, on_cpu),
         trace=record_step(model, layout, batch, loss),
         optimizer="" if optimizer is None else type(optimizer).__name__,
         knows_optimizer=optimizer_cost is not None,
@@ -160,12 +160,13 @@ def record_step(
     )
 
 
-def _make_sharding(
+def make_sharding(
     layout: unit_bytes.Layout,
     model: nn.Module,
     optimizer_cost: tuple[int, int] | None,
     on_cpu: bool,
 ) -> unit_bytes.Sharding:
+    """Returns the sharding. ``optimizer_cost``: bytes of states, and of a step; ``None``: none."""
     state_bytes, step_bytes = optimizer_cost or (0, 0)
     return unit_bytes.Sharding(
         units=tuple(layout.units),

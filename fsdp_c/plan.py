@@ -23,6 +23,7 @@ from .explain import (
     DEFAULT_RANKS_PER_NODE,
     check_positive,
     compute_optimizer_cost,
+    make_sharding,
     record_step,
 )
 from .fully_shard import fully_shard
@@ -99,20 +100,12 @@ def plan(
         _check_reshard(unit.kwargs.get("reshard_after_forward"), shape[1])
     on_cpu = _parse_device_type(device) == "cpu"
     layout = unit_bytes.make_planned_layout(model, units, shape, on_cpu)
-    state_bytes, step_bytes = compute_optimizer_cost(optimizer, layout, on_cpu)
-    sharding = unit_bytes.Sharding(
-        units=tuple(layout.units),
-        states=tuple(layout.states),
-        buffer_bytes=unit_bytes.count_bytes_outside_units(model, layout.dtypes),
-        optimizer_bytes=state_bytes,
-        step_bytes=step_bytes,
-        streams=not on_cpu,
-    )
+    optimizer_cost = compute_optimizer_cost(optimizer, layout, on_cpu)
     explanation = make_explanation(
         title=f"{type(model).__name__} on {shape[1] if shape[0] == 1 else shape} ranks",
         warnings=[],
         layout=layout,
-        sharding=sharding,
+        sharding=make_sharding(layout, model, optimizer_cost, on_cpu),
         trace=record_step(model, layout, batch, loss),
         knows_optimizer=True,
         optimizer=measure_optimizer(optimizer, torch.float32, on_cpu).name,

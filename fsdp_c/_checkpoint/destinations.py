@@ -10,20 +10,17 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_device_from_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from .._runtime.fsdp_units import iterate_groups
+from .._runtime.fsdp_units import iterate_groups, reshard_all
 from ..names import clean_tensor_name
 from .source import LoadingRanks
 
 
 def collect_targets(model: nn.Module) -> dict[str, Any]:
     """Reshards all units. Returns the model's state dict (not detached), by clean name."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard_all(model)
     targets: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         targets[clean_tensor_name(name)] = value

@@ -22,6 +22,7 @@ import fsdp_c._C as _C
 
 from .._compat import guard
 from .._compat.torch_releases import collect_grad_tensors, dtensor_new, replace_grad_tensors
+from .lint import warn_once
 from .param_group import ParamGroup
 from .state import State
 
@@ -58,9 +59,7 @@ def _warn_view_output(state: Any) -> None:
 
 def _warn_lost_backward(state: Any) -> None:
     """Warns that a backward raised, and that this forward resets the units."""
-    from . import lint  # imported here to keep `import fsdp_c` fast
-
-    lint.warn_once(
+    warn_once(
         f"the backward before this forward of {_format_class_names(state)} did not finish: fsdp_c "
         "resets all units of the model and drops gradients that were not reduced. Reduced "
         "gradients are in .grad: call zero_grad() after a backward that raised."

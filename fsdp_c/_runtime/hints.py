@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+
+from .fsdp_units import get_original_class
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -69,10 +71,7 @@ def format_names(names: Iterable[str], limit: int = 3) -> str:
 
 def get_class_name(module: Any) -> str:
     """Returns the name of the class that a module had before it was sharded."""
-    cls = type(module)
-    if isinstance(module, FSDPModule):
-        cls = cls.__mro__[cls._orig_cls_mro_index]
-    return cls.__name__
+    return get_original_class(module).__name__
 
 
 @dataclass(frozen=True)

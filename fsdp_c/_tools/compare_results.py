@@ -130,13 +130,13 @@ def summarize_rank(rank: int, runs: list[tuple[Run, list[Record]]]) -> dict[str,
             counts[key] += 1
             if counts[key] <= EXAMPLES:
                 examples.append(asdict(difference))
-        summary["runs"][run.name] = _summarize_run(run, records)
+        summary["runs"][run.name] = _summarize_run(records)
         summary["differences"][run.name] = examples
         summary["counts"][run.name] = counts
     return summary
 
 
-def _summarize_run(run: Run, records: list[Record]) -> dict[str, Any]:
+def _summarize_run(records: list[Record]) -> dict[str, Any]:
     """Returns seconds, bytes and counts of a run, by step. Joins the records of optimizers."""
     steps: dict[int, list[Record]] = {}
     for record in records:
@@ -248,7 +248,10 @@ class Comparison:
         return max(len(s["runs"][self.runs[0].name]["seconds"]) for s in self.summaries)
 
     def count_differences(self, step: int, kind: str) -> int:
-        """Returns the number of values, over all ranks, that differ in a run under fsdp_c."""
+        """Returns the number of values, over all ranks, that differ from torch's.
+
+        The number is that of the run under fsdp_c with the most.
+        """
         return max(
             sum(summary["counts"][name].get(f"{step} {kind}", 0) for summary in self.summaries)
             for name in self.list_run_names("fsdp_c")
