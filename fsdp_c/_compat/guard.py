@@ -212,7 +212,7 @@ _WITHOUT_EFFECT = ("unsharded_param",)
 
 
 def _get_torch_attribute(name: str) -> Any:
-    """Returns torch's ``FSDPParam`` attribute, or None if patched before fsdp_c was imported."""
+    """Returns torch's ``FSDPParam`` attribute; None if absent, or patched before this import."""
     attribute = vars(FSDPParam).get(name)
     function = getattr(attribute, "fget", attribute)
     return (

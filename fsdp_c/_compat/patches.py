@@ -10,8 +10,8 @@ A change has a scope, which determines how long it stays:
 - ``Scope.MODELS``: sharded models need the change to train. Present from the first sharded model
   on, while fsdp_c is installed or a sharded model is alive.
 - ``Scope.EXIT``: torch's threads need the change at the end of the process, also without a live
-  model. Present from the first training step on. :func:`uninstall` undoes the change or, if a model
-  is alive, marks it: the change is then undone when the last model is freed.
+  model. Present from the first lazy init of a root on. :func:`uninstall` undoes the change. If a
+  model is alive, the change is undone when the last model is freed.
 
 "Installed" and "a sharded model is alive" are independent::
 
@@ -33,7 +33,8 @@ A model is alive while one of its states or parameter groups exists: each holds 
 may stay alive until the next collection.
 
 The last lease can end at any point of the program, also while torch iterates over a dict of hooks.
-The undo of a hook would change this dict. All undos therefore wait for the next garbage collection.
+The undo of a hook would change this dict. In this case all undos wait for the next garbage
+collection.
 
 Objects of a sharded model itself (its class, hooks and attributes, its process groups' backends)
 are not registered: they are freed with the model, as under torch's ``fully_shard``.
@@ -70,7 +71,8 @@ class _Lease:
 
 
 Change = Callable[[], Undo]
-"""Makes a change and returns its undo. Must neither shard a model nor call this module."""
+"""Makes a change and returns its undo. The caller holds ``_lock``, so a change may call no function
+of this module but :func:`set_attribute` and :func:`add_hook`, and may not shard a model."""
 
 _lock = threading.Lock()  # held while changes are made or undone
 _changes: dict[Hashable, tuple[Scope, Undo]] = {}  # in the order of application

@@ -47,7 +47,10 @@ _TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 def compute_norm_on_cpu(
     tensors: list[torch.Tensor], kind_of: list[int], group_names: list[GroupNames | None]
 ) -> float | None:
-    """Returns the total norm, or None if sums are pending or a gradient is not float32 on CPU."""
+    """Returns the total norm.
+
+    Returns None if sums are pending, or if a gradient is not contiguous float32 on the CPU.
+    """
     known = [names for names in group_names if names is not None]
     return _C.clip_norm(tensors, kind_of, known) if len(known) == len(group_names) else None
 

@@ -51,7 +51,8 @@ def uses_nccl(process_group: dist.ProcessGroup) -> bool:
 def compare(process_group: dist.ProcessGroup, plan: str) -> tuple[int, tuple[int, int]] | None:
     """Compares the hash of this rank's plan, in hexadecimal digits, with those of all ranks.
 
-    If any other exception interrupts a rank, its next call repeats the comparison.
+    If the store fails, or a rank does not write in time, this function logs a warning and returns
+    None. Any other exception propagates, and the next call repeats the comparison.
 
     With ``OFF`` this rank does not wait. The other ranks then find no difference, unless they have
     found one before.

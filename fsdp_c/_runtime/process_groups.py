@@ -116,7 +116,8 @@ class GroupCommunication(GroupCollectives):
     ) -> tuple[str | None, int, int, dist.ProcessGroup | None]:
         """Returns the arguments of ``_set_process_group`` for ``group``, which may be ``None``.
 
-        Raises ``ValueError`` if the size or rank of the group is not ``size`` or ``rank``.
+        Unless ``kind`` is "replicate", raises ``ValueError`` if the size or rank of the group is
+        not ``size`` or ``rank``.
         """
         if group is None:
             return None, 1, 0, None

@@ -28,7 +28,7 @@ def add(root: Any) -> None:
 def note_freed(root: Any) -> None:
     """Keeps the pass that an exception has left in ``root``, which is being freed.
 
-    A later root replaces it.
+    :func:`add` of a later root drops it.
     """
     if root._training_state != TrainingState.IDLE:
         _pass_of_freed_root[:] = [_name_pass(root._training_state)]

@@ -1,4 +1,4 @@
-"""The thread that reports long and failed waits for other ranks.
+"""The thread that reports long and failed waits for other ranks, and answers departing ranks.
 
 Every process of a job has one such thread, from the first lazy init of a root on. Once per
 ``INTERVAL`` the thread reads the recorder (``records.py``). If there is no new collective, it also
@@ -12,10 +12,13 @@ reads one counter in the job's store:
 - If an exception ends a wait, the first rank that fails in the collective makes a request at its
   next check, and formats the report. Every rank that fails in it logs the report.
 
-The thread only reads: training does not change. It ends with the default process group, not with
-the last root: a rank that has freed its model after an exception still answers the other ranks. If
-the process with the store ends, the thread logs the first long or failed wait, without the other
-ranks.
+The thread also answers the requests of departing ranks (``departures.py``) and compares collectives
+of NCCL (``label_comparison.py``). If ranks differ, it stops the collectives of their process group.
+Otherwise it does not change training.
+
+The thread ends with the default process group, not with the last root. A rank that has freed its
+model after an exception therefore still answers the other ranks. If the process with the store
+ends, the thread logs the first long or failed wait, without the other ranks.
 """
 
 from __future__ import annotations

@@ -265,10 +265,10 @@ class State(_C.State, FSDPState, MissingStateMembers):
         return states
 
     def _complete_reset(self) -> None:
-        """Drops reduced gradients, as torch does since 2.15, and resets the other roots below.
+        """Drops reduced gradients if torch does so (2.15), and resets the other roots below.
 
-        Other roots are units that ran before this root, and ``fully_shard`` units below
-        ``replicate``.
+        The core calls it at the end of ``_reset_iter_state``. Other roots are units that ran before
+        this root, and ``fully_shard`` units below ``replicate``.
         """
         if REDUCES_IN_PARAM_DTYPE:
             for state in self._state_ctx.all_states:

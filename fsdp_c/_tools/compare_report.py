@@ -16,7 +16,7 @@ from .plotting import require_matplotlib
 IMPLEMENTATIONS = ("torch", "fsdp_c")
 COLORS = {"torch": "#8c8c8c", "fsdp_c": "#1f77b4"}
 MAX_ROWS = 20
-"""Steps that the table lists. Steps with differences come first."""
+"""Most steps that the table lists. Steps with differences have priority."""
 
 
 def describe_job(arguments: tuple[str, ...], result: Comparison) -> str:

@@ -191,7 +191,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _print_report(ranks: list[RankRecords]) -> list[str]:
-    """Prints the last collective of each rank, and the differences. Returns the differences."""
+    """Prints ``RankRecords.describe`` of each rank, and the differences. Returns these."""
     for rank in ranks:
         print(rank.describe())
     missing = set(range(ranks[0].facts["world"])) - {rank.rank for rank in ranks}
