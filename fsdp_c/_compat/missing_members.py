@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from .torch_releases import raise_unsupported
+from .torch_releases import SymmMemReduceScatter, raise_unsupported
 
 
 class MissingParamMembers:
@@ -126,8 +126,28 @@ class MissingParamMembers:
 class MissingGroupMembers:
     """Methods of ``FSDPParamGroup`` that older releases lack."""
 
+    _module_fqn: str | None
+    _reduce_scatter_comm: Any
+    reduce_scatter_max_input_buffers: int
+
     def _validate_reduce_scatter_max_input_buffers(self) -> None:
-        """Accepts any number: only symmetric memory limits it, and older releases have none."""
+        """Raises torch 2.13's ``ValueError`` for several buffers in symmetric memory.
+
+        torch 2.12 has symmetric memory, but not the setting.
+        """
+        comm = self._reduce_scatter_comm
+        if (
+            self.reduce_scatter_max_input_buffers > 1
+            and SymmMemReduceScatter is not None
+            and isinstance(comm, SymmMemReduceScatter)
+        ):
+            raise ValueError(
+                "set_reduce_scatter_max_input_buffers(>1) is not supported with the "
+                "symmetric-memory reduce-scatter comm, but got "
+                f"{self.reduce_scatter_max_input_buffers} for module '{self._module_fqn}' using "
+                f"{type(comm).__name__}. Keep max_input_buffers=1 with symmetric memory, or use "
+                "the default reduce-scatter comm."
+            )
 
     def _set_separate_reduce_scatter_group(self, enable: bool, new_groups: Any) -> None:
         raise_unsupported("set_separate_reduce_scatter_group", "2.13")

@@ -19,8 +19,10 @@ import torch.nn as nn
 from test_process_groups import SHARD_FUNCTIONS, param_groups_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fsdp_c import fully_shard
+from fsdp_c._compat.missing_members import MissingGroupMembers
 
 pytestmark = pytest.mark.torch("2.13")
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -108,6 +110,23 @@ def test_group_with_symmetric_memory_does_not_use_fallback(
     for group in param_groups_of(model):
         assert not group._uses_fallback_gather
         assert not group._uses_fallback_reduce
+
+
+def test_limit_of_input_buffers_of_older_releases_is_that_of_torch(
+    fake_group: int, calls: list[str]
+) -> None:
+    model = build(fully_shard, init_device_mesh("cpu", (8,)))
+    set_symmetric_memory(model)
+    group = param_groups_of(model)[0]
+    messages = []
+    for owner in (FSDPParamGroup, MissingGroupMembers):
+        group.reduce_scatter_max_input_buffers = 1
+        owner._validate_reduce_scatter_max_input_buffers(group)
+        group.reduce_scatter_max_input_buffers = 2
+        with pytest.raises(ValueError, match="not supported with the symmetric-memory") as raised:
+            owner._validate_reduce_scatter_max_input_buffers(group)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
 
 
 @pytest.mark.parametrize("name", ["allocate", "__call__"])
