@@ -17,8 +17,8 @@ import torch
 
 from fsdp_c_autoload.redirect import iterate_wrapped
 
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_NO_GRAD = os.path.join(_TORCH, "utils", "_contextlib.py")
+_TORCH_FOLDER = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_NO_GRAD_FILE = os.path.join(_TORCH_FOLDER, "utils", "_contextlib.py")
 
 
 # ---- a module's code -----------------------------------------------------------------------------
@@ -62,10 +62,10 @@ def is_torch_function(function: Any, module: str, qualname: str) -> bool:
     # functools.wraps copies both names, so only the code distinguishes a library's wrapper. A
     # function with the decorator no_grad() has the code of the decorator.
     code: Any = function.__code__
-    while code is not None and code.co_filename == _NO_GRAD:
+    while code is not None and code.co_filename == _NO_GRAD_FILE:
         function = getattr(function, "__wrapped__", None)
         code = getattr(function, "__code__", None)
-    folder = os.path.dirname(sys.modules[module].__file__ or _TORCH) + os.sep
+    folder = os.path.dirname(sys.modules[module].__file__ or _TORCH_FOLDER) + os.sep
     return code is not None and bool(code.co_filename.startswith(folder))
 
 
@@ -106,7 +106,7 @@ def is_from_torch(candidate: Any) -> bool:
     """Whether torch defines the function, the class, or the class of the object."""
     code = getattr(candidate, "__code__", None)
     if code is not None:
-        return bool(code.co_filename.startswith(_TORCH))
+        return bool(code.co_filename.startswith(_TORCH_FOLDER))
     defining_class = (
         candidate if isinstance(candidate, (BuiltinFunctionType, type)) else type(candidate)
     )

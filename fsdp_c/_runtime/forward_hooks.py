@@ -14,7 +14,7 @@ import torch.nn as nn
 
 import fsdp_c._C as _C
 
-_FULLY_SHARD = os.path.dirname(torch_state.__file__) + os.sep
+_FULLY_SHARD_FOLDER = os.path.dirname(torch_state.__file__) + os.sep
 
 
 def replace_hooks(state: Any) -> None:
@@ -47,7 +47,7 @@ def _is_hook(hook: Any, method: Any) -> bool:
         return hook == method
     return (
         isinstance(hook, FunctionType)
-        and hook.__code__.co_filename.startswith(_FULLY_SHARD)
+        and hook.__code__.co_filename.startswith(_FULLY_SHARD_FOLDER)
         and inspect.unwrap(hook) is inspect.unwrap(method)
     )
 

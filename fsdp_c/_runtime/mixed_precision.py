@@ -39,10 +39,11 @@ else:
             param_dtype_override_fn: A function that ``fully_shard`` calls once for each parameter.
                 If the function returns ``None`` or ``param_dtype``, the parameter computes in
                 ``param_dtype``. If it returns the parameter's own dtype, there is no cast. Example:
-                ``lambda param: torch.float32 if param.ndim == 1 else None``. The results must be
-                equal on all ranks. The function does not affect forward inputs, which
-                ``cast_forward_inputs`` casts to ``param_dtype``. A unit still uses one gather, and
-                one reduction in ``reduce_dtype`` or in the widest dtype of the gradients.
+                ``lambda param: torch.float32 if param.ndim == 1 else None``. ``auto_shard`` and
+                ``plan`` also call it, to compute sizes. The results must be equal on all ranks. The
+                function does not affect forward inputs, which ``cast_forward_inputs`` casts to
+                ``param_dtype``. A unit still uses one gather, and one reduction in ``reduce_dtype``
+                or in the widest dtype of the gradients.
         """
 
         param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = (

@@ -314,7 +314,7 @@ class Param(ReplaceableShard):
             APPLIED_REDUCE_DTYPE.__set__(self, dtype)
 
     def _make_unsharded(self, flat: torch.Tensor) -> nn.Parameter:
-        """Returns the unsharded parameter, a view of ``flat``. The core calls it once.
+        """Returns a new parameter over ``flat``, which the core keeps until a conversion.
 
         Inference mode is off, because later training forwards reuse the parameter.
         """

@@ -28,7 +28,7 @@ class StepCost(NamedTuple):
         return self.shards + self.replicas
 
     def subtract(self, other: StepCost) -> StepCost:
-        return StepCost(*(mine - its for mine, its in zip(self, other)))
+        return StepCost(*(a - b for a, b in zip(self, other)))
 
 
 def measure_step(sharding: Sharding, calls: Sequence[Call]) -> StepCost:
