@@ -51,6 +51,7 @@ fc_status sim_extend_inputs(void *owner) {
     fct_tensor *inputs[3] = {NULL, NULL, NULL};
     size_t count = p->shape.extended == SIM_EXTENDED_GROWS ? 3 : 2;
     fc_status status = FC_ERAISED;
+    sim_callback("extend_inputs");
     if (!p->core.extended) {
         sim_fail("extend_inputs of %s, which has no hooks", p->name);
     }
@@ -134,6 +135,7 @@ static fc_status make_first(sim_param *p) {
 
 fc_status sim_extend_unsharded(void *owner) {
     sim_param *p = (sim_param *)owner;
+    sim_callback("extend_unsharded");
     if (sim_fault(SIM_FAULT_CALLBACK, "extend_unsharded")) {
         return FC_ERAISED;
     }

@@ -123,14 +123,6 @@ bool sim_fault(sim_fault_kind kind, const char *name) {
     return true;
 }
 
-void fct_fault_arm(int64_t n) {
-    sim_fault_arm(n, SIM_ONCE);
-}
-
-int64_t fct_fault_left(void) {
-    return faults.left;
-}
-
 /* The address of `exception` represents the pending exception. */
 void *fct_error_set_aside(void) {
     static char exception;

@@ -229,8 +229,7 @@ void *sim_view_at(const sim_view *view, int64_t index) {
 typedef struct elementwise {
     sim_view to;
     sim_view from; /* numel 0: none */
-    double factor; /* to = factor * to + from_factor * from */
-    double from_factor;
+    double factor; /* to = factor * to + from */
 } elementwise;
 
 static void run_elementwise(void *args) {
@@ -239,7 +238,7 @@ static void run_elementwise(void *args) {
         void *at = sim_view_at(&e->to, i);
         double value = e->factor != 0.0 ? e->factor * sim_get(e->to.dtype, at) : 0.0;
         if (e->from.numel > 0) {
-            value += e->from_factor * sim_get(e->from.dtype, sim_view_at(&e->from, i));
+            value += sim_get(e->from.dtype, sim_view_at(&e->from, i));
         }
         sim_put(e->to.dtype, at, value);
     }
@@ -252,7 +251,6 @@ static sim_point push(int stream, fct_tensor *to, const fct_tensor *from, double
     size_t count = 0;
     e->to = sim_view_of(to, what);
     e->factor = factor;
-    e->from_factor = 1.0;
     if (from != NULL) {
         e->from = sim_view_of(from, what);
         if (e->from.numel != e->to.numel) {
