@@ -4,7 +4,7 @@
  *     g++ -std=c++17 -x c++ -Wno-unknown-pragmas -Itests/c/fake_cuda \
  *         -fsanitize=address,undefined -c csrc/kernels/kernels_cuda.cu
  *
- * test_kernels.c, test_casts.c and test_launcher.c are built with -DFCK_TEST_CUDA_ON_HOST and
+ * The tests of the kernels (CUDA_TESTS in the Makefile) are built with -DFCK_TEST_CUDA_ON_HOST and
  * linked with the result. They check the CUDA kernels against the specification of the CPU's: grid,
  * tiles, alignment cases, batches, padding. The kernels neither share memory nor synchronize, so
  * threads may run in order. Not covered: rounding instructions of a GPU, streams, and misaligned
