@@ -162,32 +162,41 @@ static void failed_record_returns_its_event(void **state) {
 
 /* ---- memory across streams ---- */
 
-/* The current stream writes a tensor, then the gather stream reads it. */
-static void read_on_gather_stream(const fc_comm_ctx *c, fct_tensor *t) {
-    fct_stream before = fct_stream_set_current(c->gather_stream);
-    sim_tensor_touch(t, "a read on the gather stream");
-    (void)fct_stream_set_current(before);
+enum { STREAMS = 5 };
+
+/* One stream reads a tensor of the current stream. Another stream then writes it. */
+static void read_and_write(int reader, int writer, bool quiesces) {
+    fc_comm_ctx c = begin(true);
+    fct_tensor *t = vector_of(1.0);
+    const fct_stream current = fct_stream_current(sim_device());
+    const fct_stream streams[STREAMS] = {current, c.copy_in_stream, c.gather_stream,
+                                         c.reduce_stream, c.all_reduce_stream};
+    assert_int_equal(fc_comm_order_streams(&c, streams[reader], current), FC_OK);
+    (void)fct_stream_set_current(streams[reader]);
+    sim_tensor_touch(t, "a read");
+    (void)fct_stream_set_current(current);
+    if (quiesces) {
+        assert_int_equal(fc_comm_quiesce(&c), FC_OK);
+    }
+    (void)fct_stream_set_current(streams[writer]);
+    sim_tensor_write(t, (const double[8]){0}, "a write");
+    (void)fct_stream_set_current(current);
+    assert_int_equal(sim_take_failures() > 0, !quiesces);
+    sim_drain();
+    (void)sim_take_failures();
+    fct_tensor_release(t);
+    end(&c);
 }
 
 static void quiesce_orders_all_streams(void **state) {
     (void)state;
-    for (int right = 0; right < 2; right++) {
-        fc_comm_ctx c = begin(true);
-        fct_tensor *t = vector_of(1.0);
-        fct_stream current = fct_stream_current(sim_device());
-        assert_int_equal(fc_comm_order_streams(&c, c.gather_stream, current), FC_OK);
-        read_on_gather_stream(&c, t);
-        if (right) {
-            assert_int_equal(fc_comm_quiesce(&c), FC_OK);
+    for (int reader = 0; reader < STREAMS; reader++) {
+        for (int writer = 0; writer < STREAMS; writer++) {
+            if (reader != writer) {
+                read_and_write(reader, writer, false);
+                read_and_write(reader, writer, true);
+            }
         }
-        (void)fct_stream_set_current(c.reduce_stream);
-        sim_tensor_write(t, (const double[8]){0}, "a write on the reduce stream");
-        (void)fct_stream_set_current(current);
-        assert_int_equal(sim_take_failures() > 0, !right);
-        sim_drain();
-        (void)sim_take_failures();
-        fct_tensor_release(t);
-        end(&c);
     }
 }
 

@@ -46,8 +46,8 @@ static size_t count_unknown(size_t count) {
     return unknown;
 }
 
-/* Three units (the root and two layers): a gather in forward and one in backward, except for the
- * last unit of the forward, and an all-reduce. */
+/* Each of the three units (the root and two layers) has a gather in forward, a gather in backward,
+ * and an all-reduce. */
 static void each_step_adds_the_device_checksums_of_the_previous_step(void **state) {
     (void)state;
     begin();
@@ -62,7 +62,7 @@ static void each_step_adds_the_device_checksums_of_the_previous_step(void **stat
         assert_int_equal(list[i].step, 1);
     }
     assert_int_equal(all_reduces, model->layer_count);
-    assert_true(count >= 2 * model->layer_count);
+    assert_int_equal(count, 3 * model->layer_count);
     assert_int_equal(count_unknown(count), 0);
     assert_int_equal(sim_checksum_intervals(), process_groups);
     step();
@@ -154,15 +154,17 @@ static void changed_own_row_has_another_checksum_than_the_gathered_rows(void **s
 }
 
 /* A replay of the captured work must not write to a table. */
-static void captured_step_adds_nothing_and_ends_no_interval(void **state) {
+static void captured_step_ends_no_interval_and_its_checksums_are_unknown(void **state) {
     (void)state;
     begin();
     step();
     step();
-    const size_t count = sim_checksums(&list);
+    const size_t count = sim_checksums(&list), intervals = sim_checksum_intervals();
     fc_device_sum sum;
     sim_capture(true);
     step();
+    assert_int_equal(sim_checksums(&list), count);
+    assert_int_equal(sim_checksum_intervals(), intervals);
     assert_int_equal(fc_device_checksums_take(&model->comm.device_checksums, sim_device(), &sum),
                      FC_OK);
     assert_null(sum.at);
@@ -294,7 +296,7 @@ int main(void) {
         cmocka_unit_test(host_does_not_wait_for_the_copy_of_a_table),
         cmocka_unit_test(each_flipped_bit_of_a_gathered_row_changes_the_checksum),
         cmocka_unit_test(changed_own_row_has_another_checksum_than_the_gathered_rows),
-        cmocka_unit_test(captured_step_adds_nothing_and_ends_no_interval),
+        cmocka_unit_test(captured_step_ends_no_interval_and_its_checksums_are_unknown),
         cmocka_unit_test(addition_during_a_capture_makes_the_sum_unknown),
         cmocka_unit_test(checksum_interval_ends_after_additions_on_every_stream),
         cmocka_unit_test(reset_makes_the_checksums_before_it_unknown),

@@ -105,10 +105,21 @@ static void copy_of_records_includes_older_ones_that_a_thread_waits_for(void **s
 
 static void record_file_has_every_record(void **state) {
     (void)state;
+    static fc_record written[FC_RECORDS + 1];
     FILE *file = tmpfile();
     assert_non_null(file);
+    const uint64_t last = add("last");
     assert_int_equal(fc_recorder_write(fileno(file)), 0);
-    assert_int_equal(lseek(fileno(file), 0, SEEK_END), FC_RECORDS * (int)sizeof(fc_record));
+    assert_int_equal(pread(fileno(file), written, sizeof written, 0),
+                     FC_RECORDS * (int)sizeof(fc_record));
+    bool has_last = false;
+    for (int i = 0; i < FC_RECORDS; i++) {
+        fc_record record = {0};
+        assert_int_equal(fc_recorder_read(written[i].number, &record), written[i].number != 0);
+        assert_memory_equal(&written[i], &record, sizeof record);
+        has_last = has_last || record.number == last;
+    }
+    assert_true(has_last);
     assert_int_equal(sizeof(fc_record), 128);
     fclose(file);
     assert_int_equal(fc_recorder_write(-1), -1);

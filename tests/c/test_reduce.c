@@ -14,7 +14,6 @@ typedef struct fixture {
     sim_group *group; /* of the first layer after the root */
 } fixture;
 
-/* Runs a forward. The backward is about to reach the layer's post-backward. */
 static fixture begin(sim_scenario scenario) {
     fixture f;
     scenario.layers = 1;
@@ -105,7 +104,6 @@ static void complete_reductions_sets_gradients_on_both_kinds_of_devices(void **s
     }
 }
 
-/* A large gradient is sent from its own memory if it has no other owner. */
 static void large_gradient_is_sent_from_its_own_memory(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
@@ -222,6 +220,9 @@ static void gradients_of_one_rank_are_added_to_its_partial_row(void **state) {
         post_backward(&f);
     }
     assert_null(strstr(sim_calls_text(), "fct_tensor_copy"));
+    core(&f)->reducer.all_reduce_grads = true;
+    post_backward(&f);
+    expect_grad(&f, 0, 1.5 * (2.0 + 2.0)); /* the ranks have 1 and 2 times the gradient */
     end(&f);
 }
 
@@ -483,13 +484,12 @@ static struct {
     bool joined;
 } user;
 
-/* Like ParamGroup._run_reduce_hook of fsdp_c: the user's stream waits for the stream that reduces,
- * which then waits for the user's stream. */
+/* Like GroupCommunication._run_reduce_hook of fsdp_c: the user's stream waits for the stream that
+ * reduces, which then waits for the user's stream. */
 static int reduce_hook_on_user_stream(void *group, fct_tensor *row) {
     fc_comm_ctx *comm = ((sim_group *)group)->core.base.comm;
     fct_stream before = fct_stream_current(sim_device());
-    /* As in torch, hooks run on the all-reduce stream: the next reduce-scatter does not wait for
-     * them. */
+    /* As in torch: the next reduce-scatter does not wait for the hook. */
     assert_int_equal(before.id, comm->all_reduce_stream.id);
     assert_int_equal(fc_comm_order_streams(comm, user.stream, before), FC_OK);
     (void)fct_stream_set_current(user.stream);

@@ -168,7 +168,7 @@ static void ring_change_at_any_step_of_a_waiter_prevents_its_sleep(void **state)
 static void waiter_that_sleeps_at_any_step_of_a_ring_change_is_woken(void **state) {
     (void)state;
     for (size_t i = 0; i < CHANGES; i++) {
-        int steps = 0;
+        int steps = 0, sleeps = 0;
         for (int left = 0; left == 0; steps++) {
             reset_rings();
             initial_seq = shm_ring_seq(rings[0]);
@@ -181,14 +181,16 @@ static void waiter_that_sleeps_at_any_step_of_a_ring_change_is_woken(void **stat
             left = injected.at;
             assert_true(!is_asleep || stopped.woken);
             assert_true(!is_asleep || rings[0]->own.page->doorbell != stopped.doorbell_value);
+            sleeps += is_asleep;
         }
-        assert_true(steps > 2);
+        assert_true(steps > 2 && sleeps > 0);
     }
 }
 
 static void peek_during_commit_and_close_returns_the_message(void **state) {
     (void)state;
-    for (int left = 0, steps = 0; left == 0; steps++) {
+    int steps = 0;
+    for (int left = 0; left == 0; steps++) {
         shm_ring_message got;
         reset_rings();
         injected.run = peer_commits_and_closes;
@@ -200,6 +202,7 @@ static void peek_during_commit_and_close_returns_the_message(void **state) {
         assert_int_equal(shm_ring_peek(rings[0], 1, &got),
                          left == 0 ? SHM_RING_READY : SHM_RING_EMPTY);
     }
+    assert_true(steps > 2);
 }
 
 static void wait_returns_after_its_timeout(void **state) {

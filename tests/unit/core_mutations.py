@@ -180,7 +180,7 @@ MUTATIONS = {
         "                fc_checksum_add_sum(&c->owned, i, of, sum);",
         "                fc_checksum_add_sum(&c->owned, i, of, 1);",
         "test_gather_checksum",
-        "[  FAILED  ] checksum_depends_on_neither_chunks_nor_blocks",
+        "[  FAILED  ] checksum_does_not_depend_on_chunks",
     ),
     "reset keeps the checksums": Mutation(
         "state",
@@ -222,7 +222,7 @@ MUTATIONS = {
         "    if (capturing) { /* a capture allows no query of an event */",
         "    if (capturing && d->table == NULL && d->entries.count == 0) {",
         "test_device_checksums",
-        "[  FAILED  ] captured_step_adds_nothing_and_ends_no_interval",
+        "[  FAILED  ] captured_step_ends_no_interval_and_its_checksums_are_unknown",
     ),
     "ended interval keeps no stream of its table": Mutation(
         "device_checksums",
