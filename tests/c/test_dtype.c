@@ -9,11 +9,15 @@ static void dtype_has_torch_size_and_name(void **state) {
     (void)state;
     assert_int_equal(fc_dtype_size(FCK_UINT8), 1);
     assert_int_equal(fc_dtype_size(FCK_BFLOAT16), 2);
+    assert_int_equal(fc_dtype_size(FCK_FLOAT64), 8);
     assert_int_equal(fc_dtype_size(COMPLEX128), 16);
+    assert_string_equal(fc_dtype_name(FCK_FLOAT16), "torch.float16");
     assert_string_equal(fc_dtype_name(FCK_BFLOAT16), "torch.bfloat16");
+    assert_string_equal(fc_dtype_name(INT64), "torch.int64");
     assert_int_equal(fc_dtype_size(BITS1X8), 0);
     assert_int_equal(fc_dtype_size(FCT_NO_DTYPE), 0);
     assert_string_equal(fc_dtype_name(FCT_NO_DTYPE), "an unknown dtype");
+    assert_string_equal(fc_dtype_name(BITS1X8), "an unknown dtype");
 }
 
 static void expect_wider(fct_dtype a, fct_dtype b, fct_dtype wanted) {

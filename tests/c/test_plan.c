@@ -554,20 +554,6 @@ static void drop_grads_releases_gradients(void **state) {
     end(&r);
 }
 
-/* ---- dtypes ---- */
-
-static void dtype_sizes_and_names_match_torch(void **state) {
-    (void)state;
-    assert_int_equal(fc_dtype_size(FCK_UINT8), 1);
-    assert_int_equal(fc_dtype_size(FCK_BFLOAT16), 2);
-    assert_int_equal(fc_dtype_size(FCK_FLOAT64), 8);
-    assert_int_equal(fc_dtype_size(BITS1X8), 0);
-    assert_int_equal(fc_dtype_size(FCT_NO_DTYPE), 0);
-    assert_string_equal(fc_dtype_name(FCK_FLOAT16), "torch.float16");
-    assert_string_equal(fc_dtype_name(INT64), "torch.int64");
-    assert_string_equal(fc_dtype_name(BITS1X8), "an unknown dtype");
-}
-
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gather_plan_places_shards_consecutively),
@@ -594,7 +580,6 @@ int main(void) {
         cmocka_unit_test(gradient_of_wrong_size_is_refused_with_name),
         cmocka_unit_test(gradient_with_freed_memory_is_refused),
         cmocka_unit_test(drop_grads_releases_gradients),
-        cmocka_unit_test(dtype_sizes_and_names_match_torch),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
