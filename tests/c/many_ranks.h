@@ -80,9 +80,8 @@ static struct {
     int failing_rank;
     int64_t events; /* preempt() calls of `dying_rank` until it dies; 0: none dies */
     int dying_rank;
-    bool stuck;            /* no rank can continue */
-    void *scheduler_stack; /* of the sanitizer */
-    const void *scheduler_bottom;
+    bool stuck;                   /* no rank can continue */
+    const void *scheduler_bottom; /* of the scheduler's stack, for AddressSanitizer */
     size_t scheduler_bytes;
 } many;
 

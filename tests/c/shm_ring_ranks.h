@@ -267,7 +267,8 @@ static inline void wait_without_timeout(uint32_t seen_seq) {
     }
 }
 
-/* Commits a message and waits for free memory. Peers release it without a message of this rank. */
+/* Waits for free memory, then commits a message. Precondition: the peers release memory without
+ * another message of this rank. */
 static inline void commit_blocking(size_t bytes) {
     for (;;) {
         const uint32_t seen_seq = shm_ring_seq(me.ring);

@@ -118,8 +118,8 @@ void sim_fault_arm(int64_t n, sim_fault_span span);
 /* Returns the kind of the call that failed by the armed fault, or SIM_NO_FAULT if the fault was not
  * reached. `name` may be NULL. */
 sim_fault_kind sim_fault_fired(const char **name);
-/* Called first by every call that can fail. Returns true if the call must fail, and sets the
- * pending error. */
+/* Called first by every call that can fail. Returns true if the call must fail. In this case it sets
+ * the pending error for a boundary call and for a callback. */
 bool sim_fault(sim_fault_kind kind, const char *name);
 bool sim_error_pending(void); /* an exception is set */
 int sim_raise(void);          /* sets the pending error, and returns -1 */
@@ -186,7 +186,7 @@ typedef struct sim_checksum {
     uint32_t step;
     uint64_t value;
 } sim_checksum;
-/* Writes the list of checksums of this test, and returns their number. */
+/* Writes the list of checksums since the latest fct_drop_checksums, and returns their number. */
 size_t sim_checksums(const sim_checksum **list);
 /* Returns the number of intervals of checksums that ended, summed over the process groups. */
 size_t sim_checksum_intervals(void);

@@ -3,9 +3,9 @@
  * A group computes the data of its peers (sim.h), so a collective returns the results of real
  * ranks. An all-gather also checks that this rank's row has the values that its peers expect.
  *
- * With streams a collective runs on the group's own stream. If it is not asynchronous, it runs on
- * the current stream for about half of the seeds, as in newer releases of NCCL. On the CPU it runs
- * in the group's own thread, at a random time. */
+ * With streams a collective runs on a stream that all groups share. If it is not asynchronous, it
+ * runs on the current stream for about half of the seeds, as in newer releases of NCCL. On the CPU
+ * it runs later, at a random time. */
 #include "sim_internal.h"
 
 #include <stdio.h>
@@ -298,7 +298,8 @@ void fct_work_release(fct_work *work) {
     }
 }
 
-/* Fails the test if the tag of a collective has another kind. NULL is allowed. */
+/* Records a failure if the tag of a collective has another kind or no name of modules. NULL is
+ * allowed. */
 static void check_tag(const fct_op_tag *tag, fct_op_kind kind) {
     if (tag != NULL && (tag->kind != kind || tag->group == NULL)) {
         sim_fail("a collective of kind %d has a tag of kind %d", (int)kind, (int)tag->kind);

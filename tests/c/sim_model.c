@@ -267,8 +267,8 @@ static void process_groups_init(sim_group *g, const sim_scenario *s) {
     }
 }
 
-/* Sets the allocators of all-gathers and reduce-scatters. Other groups gather over the same
- * memory. */
+/* Sets the allocators of all-gathers and reduce-scatters. The smaller group has none: its
+ * all-gathers use memory of the shard group's allocator. */
 static void memory_init(sim_group *g, const sim_scenario *s) {
     const char *const names[2] = {g->pg_names[0], g->pg_names[s->own_scatter ? 1 : 0]};
     fct_pg *groups[2] = {NULL, NULL};

@@ -21,7 +21,7 @@ typedef enum sim_extended {
     SIM_NOT_EXTENDED,
     SIM_EXTENDED,
     SIM_EXTENDED_TYPES, /* with inputs of two dtypes */
-    SIM_EXTENDED_GROWS  /* also with a third input, whose size differs at each gather */
+    SIM_EXTENDED_GROWS  /* with a third input, of another size at each gather */
 } sim_extended;
 
 /* One parameter. A dtype of 0 selects the default. */

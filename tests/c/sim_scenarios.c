@@ -1,5 +1,5 @@
-/* Training scenarios for test_train.c and test_faults.c: every setting of the core at least once,
- * each on every kind of device. */
+/* Training scenarios for test_train.c, test_faults.c, test_recovery.c and test_core_ranks.c. Each
+ * runs on every kind of device. */
 #include "sim_model.h"
 
 #define MATRIX(...) {.ndim = 2, .sizes = {5, 3}, __VA_ARGS__}
@@ -9,7 +9,7 @@
 static const sim_scenario scenarios[] = {
     {.name = "one rank", .world = 1, .layers = 2, PLAIN},
     {.name = "two ranks", .world = 2, .rank = 1, .layers = 2, PLAIN},
-    {.name = "collectives without labels, with replicas",
+    {.name = "agreements on collectives, with replicas",
      .world = 2,
      .replicas = 2,
      .layers = 2,
@@ -22,13 +22,13 @@ static const sim_scenario scenarios[] = {
      .agrees = true,
      .checksums = true,
      PLAIN},
-    {.name = "a backward that nobody announces",
+    {.name = "a backward without hooks on outputs",
      .world = 2,
      .layers = 3,
      .no_reshard_after_forward = true,
      .outputs_without_hooks = true,
      PLAIN},
-    {.name = "the same with replicas",
+    {.name = "a backward without hooks on outputs, with replicas",
      .world = 2,
      .replicas = 2,
      .layers = 3,
@@ -225,7 +225,7 @@ static const sim_scenario scenarios[] = {
      .repeats = 2,
      PLAIN},
     {.name = "double backward", .world = 2, .layers = 3, .two_graphs = true, .repeats = 2, PLAIN},
-    {.name = "double backward without synchronisation, unsharded between",
+    {.name = "double backward without synchronization, unsharded between",
      .world = 2,
      .rank = 1,
      .layers = 2,
@@ -427,7 +427,7 @@ static const sim_scenario scenarios[] = {
      .shapes = {VECTOR(.dtype = FCK_UINT8, .frozen = true),
                 VECTOR(.dtype = FCK_FLOAT64, .frozen = true), MATRIX(.dtype = 0)}},
     {.name = "offloaded", .offload = true, .world = 2, .rank = 1, .layers = 3, PLAIN},
-    {.name = "offloaded, in a backward that nobody announces",
+    {.name = "offloaded, in a backward without hooks on outputs",
      .offload = true,
      .world = 2,
      .layers = 3,

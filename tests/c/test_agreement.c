@@ -23,7 +23,7 @@ static void record_unknown(shm_negotiation *n) {
     shm_negotiation_record(n, 0, NULL);
 }
 
-/* Returns the difference of an agreement, which is started. */
+/* Runs an agreement, which must be issued, and returns its difference. */
 static const char *agree(shm_negotiation *n) {
     static fct_difference difference;
     bool started = false;
@@ -333,7 +333,7 @@ static void agree_without_labels(void) {
     end(n);
 }
 
-static void rank_with_unknown_collectives_differs_from_no_rank(void **state) {
+static void rank_with_unknown_collectives_is_equal_to_every_rank(void **state) {
     (void)state;
     run_negotiation(agree_without_labels, 3);
 }
@@ -458,7 +458,7 @@ int main(void) {
         cmocka_unit_test(checksums_are_compared_over_shared_memory),
         cmocka_unit_test(first_difference_is_described_on_all_ranks),
         cmocka_unit_test(difference_without_a_label_is_described),
-        cmocka_unit_test(rank_with_unknown_collectives_differs_from_no_rank),
+        cmocka_unit_test(rank_with_unknown_collectives_is_equal_to_every_rank),
         cmocka_unit_test(agreement_starts_after_round_1_is_read),
         cmocka_unit_test(ranks_agree_without_a_comparison_of_plans),
         cmocka_unit_test(ranks_start_no_agreement_if_one_of_them_cannot),

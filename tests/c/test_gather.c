@@ -69,7 +69,7 @@ static void gather_and_copy_out_fill_unsharded_parameters(void **state) {
 }
 
 /* A gather whose caller waits fails before it allocates. Others fail in the wait. */
-static void gather_with_different_plans_fails_before_its_buffer_is_allocated(void **state) {
+static void gather_with_different_plans_fails_in_start_or_in_await(void **state) {
     (void)state;
     for (int waits = 0; waits < 2; waits++) {
         begin(2, false);
@@ -295,7 +295,7 @@ static void gather_check_reports_memory_in_wrong_state(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gather_and_copy_out_fill_unsharded_parameters),
-        cmocka_unit_test(gather_with_different_plans_fails_before_its_buffer_is_allocated),
+        cmocka_unit_test(gather_with_different_plans_fails_in_start_or_in_await),
         cmocka_unit_test(gather_is_cpu_bound_only_on_cpu_device),
         cmocka_unit_test(gather_free_releases_all_memory),
         cmocka_unit_test(gather_on_one_rank_aliases_shards_without_cast),

@@ -1,4 +1,4 @@
-/* Links: a process group that is resolved once, its collectives, and the messages of failures. */
+/* A process group: its resolution, its collectives, its plan, and the messages of failures. */
 #include "core/process_group.h"
 
 #include <stdio.h>
@@ -27,9 +27,9 @@ static fct_tensor *vector_of(int64_t numel, double value) {
     return sim_tensor_new(FCK_FLOAT32, 1, &numel, values);
 }
 
-static fc_status all_reduce(fc_process_group *pg, const char *whose, fct_tensor *row,
+static fc_status all_reduce(fc_process_group *pg, const char *modules, fct_tensor *row,
                             fct_work **work) {
-    return fc_process_group_all_reduce(pg, whose, row, FCT_SUM, true, work);
+    return fc_process_group_all_reduce(pg, modules, row, FCT_SUM, true, work);
 }
 
 static void process_group_is_resolved_once_and_released_by_fini(void **state) {

@@ -34,7 +34,7 @@ static void failed_reset_can_be_repeated(void **state) {
     sim_each_scenario(sweep_reset);
 }
 
-static void persistent_failures_keep_first_exception(void **state) {
+static void persistent_failures_give_the_status_of_the_first(void **state) {
     (void)state;
     sim_each_scenario(sweep_persistent_failures);
 }
@@ -52,7 +52,7 @@ static void group_is_repaired_before_use_after_failed_rollback(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(failed_reset_can_be_repeated),
-        cmocka_unit_test(persistent_failures_keep_first_exception),
+        cmocka_unit_test(persistent_failures_give_the_status_of_the_first),
         cmocka_unit_test(forward_after_failure_without_reset_uses_correct_parameters),
         cmocka_unit_test(group_is_repaired_before_use_after_failed_rollback),
     };

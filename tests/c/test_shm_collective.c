@@ -344,7 +344,7 @@ static void issue_without_a_label_on_one_rank(void) {
     shm_collective_free(op.collective);
 }
 
-static void unknown_label_differs_from_no_label(void **state) {
+static void unknown_label_is_equal_to_every_label(void **state) {
     (void)state;
     run_ranks(issue_without_a_label_on_one_rank, 2);
 }
@@ -557,7 +557,7 @@ int main(void) {
         cmocka_unit_test(wait_with_a_limit_leaves_the_operation_pending),
         cmocka_unit_test(different_collectives_fail_on_all_ranks_and_later_ones_too),
         cmocka_unit_test(different_units_of_equal_size_fail_on_all_ranks),
-        cmocka_unit_test(unknown_label_differs_from_no_label),
+        cmocka_unit_test(unknown_label_is_equal_to_every_label),
         cmocka_unit_test(label_text_names_the_difference),
         cmocka_unit_test(timeout_fails_this_rank_and_later_collectives_of_peers),
         cmocka_unit_test(exit_of_a_peer_fails_the_wait),

@@ -1,5 +1,5 @@
-/* The begin of an iteration, and the end of a backward on ranks whose collectives carry no labels.
- * Whole steps are in test_train.c, resets in test_reset.c. */
+/* The begin of an iteration, and the agreement on collectives at the end of a backward. Whole steps
+ * are in test_train.c, resets in test_reset.c. */
 #include "core/state.h"
 
 #include <string.h>

@@ -242,14 +242,14 @@ TRANSPORT_MUTATIONS = {
         "    a->count = 0;\n    a->unknown = false;",
         "    a->count = 0;",
         "test_agreement",
-        "[  FAILED  ] rank_with_unknown_collectives_differs_from_no_rank",
+        "[  FAILED  ] rank_with_unknown_collectives_is_equal_to_every_rank",
     ),
     "agreement compares all ranks with rank 0 only": Mutation(
         "agreement",
         "    while (first < world && summaries[first * SUMMARY + field] == 0) {",
         "    while (first < world && world == 0) {",
         "test_agreement",
-        "[  FAILED  ] rank_with_unknown_collectives_differs_from_no_rank",
+        "[  FAILED  ] rank_with_unknown_collectives_is_equal_to_every_rank",
     ),
     "agreement starts before round 1 is read": Mutation(
         "negotiation",
@@ -270,7 +270,7 @@ TRANSPORT_MUTATIONS = {
         "    return a->unit == 0 || b->unit == 0 ||",
         "    return b->unit == 0 ||",
         "test_shm_collective",
-        "[  FAILED  ] unknown_label_differs_from_no_label",
+        "[  FAILED  ] unknown_label_is_equal_to_every_label",
     ),
     "element is split between two messages": Mutation(
         "shm_collective",
