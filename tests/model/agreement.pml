@@ -52,7 +52,7 @@ byte unknowns[STEPS]; /* ranks with unknown labels in a step */
 byte raised[RANKS];   /* mismatches that a rank has raised */
 byte outcome[RANKS];
 bit left_alone;       /* a rank left out collectives that its peers issue */
-bit left_late;        /* a rank left a backward whose collectives it had issued */
+bit left_late;        /* a rank left a backward after it had issued its collectives */
 bit has_died, died_early;
 
 #define PAIR(a, b) (1 << ((a) + (b) - 1))

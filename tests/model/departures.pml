@@ -48,13 +48,13 @@ bit stopped[RANKS];       /* shm_negotiation.stopped */
 /* gloo */
 byte issued[RANKS];
 byte slot[WINDOW]; /* the messages of a collective that is not complete */
-byte offer[WINDOW]; /* the first signature in an exchange */
-bit differs[WINDOW]; /* and whether another rank has sent another one */
+byte offer[WINDOW];  /* the first signature in an exchange */
+bit differs[WINDOW]; /* another rank has sent another signature */
 
 /* The store of the process group. */
 byte counted[KEYS];  /* ranks that are about to issue this collective */
-bit decided[KEYS];   /* a rank has read that all are */
-byte has_read[KEYS]; /* ranks that have done so, and go on */
+bit decided[KEYS];   /* a rank has read that all ranks are counted */
+byte has_read[KEYS]; /* ranks that have read it, and leave their departure */
 
 /* The store of the job. */
 byte requests;

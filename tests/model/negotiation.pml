@@ -1,8 +1,8 @@
 /* The negotiation of a process group: csrc/transport/negotiation.c, over gloo's collectives.
  *
  * A rank is a process with the locals `me` (its rank), `pg` (the process group of the current call)
- * and `err`. An inline that fails sets `err`, as the C function returns -1. RANKS and PROCESS_GROUPS
- * are set by the file that includes this one.
+ * and `err`. An inline that fails sets `err`, as the C function returns -1. The file that includes
+ * this one sets RANKS, PROCESS_GROUPS, MAY_REACH_GLOO and TIME_LIMIT_ENDS_WAITS.
  *
  * Gloo's collectives of a process group match by their order of issue. A collective completes if
  * all ranks have issued it, and fails if a rank has ended before it issued it. */

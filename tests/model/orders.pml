@@ -95,7 +95,7 @@ inline wait_gather() {
         fi \
     od
 
-#define HAS_ROOM(g, h) (sent[g] - received[h] < IN_FLIGHT)
+#define MAY_ISSUE(g, h) (sent[g] - received[h] < IN_FLIGHT)
 
 /* A rank issues the gathers of both process groups in any order, at most IN_FLIGHT of each, and
  * waits only after it has issued the gathers that its peers may wait for. */
@@ -109,10 +109,10 @@ proctype rank(byte me) {
     :: err == 0 && gone[me] -> err = DEATH
     :: err == 0 && !gone[me] && received[0] + received[1] < 2 * GATHERS -> atomic {
         if
-        :: sent[0] < GATHERS && HAS_ROOM(0, 0) && HAS_ROOM(0, 1) ->
+        :: sent[0] < GATHERS && MAY_ISSUE(0, 0) && MAY_ISSUE(0, 1) ->
             pg = 0;
             REPEAT(issue_gather())
-        :: sent[1] < GATHERS && HAS_ROOM(1, 0) && HAS_ROOM(1, 1) ->
+        :: sent[1] < GATHERS && MAY_ISSUE(1, 0) && MAY_ISSUE(1, 1) ->
             pg = 1;
             REPEAT(issue_gather())
         :: sent[0] == sent[1] && received[0] < sent[0] && received[0] <= received[1] ->

@@ -183,6 +183,7 @@ def test_search_of_protocol_model_visits_states_after_faults(tmp_path: Path, sta
     assert "assertion violated" in counterexample
 
 
-def test_table_of_rules_lists_the_rules_of_the_protocol_models() -> None:
+def test_tables_list_the_rules_and_states_of_the_protocol_models() -> None:
     text = "".join(path.read_text() for path in FOLDER.glob("*.pml"))
     assert set(re.findall(r"WEAK_(\w+)", text)) == set(RULES)
+    assert set(re.findall(r"\bREACH_(\w+)", text)) == set(REACHED)
