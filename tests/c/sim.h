@@ -118,8 +118,8 @@ void sim_fault_arm(int64_t n, sim_fault_span span);
 /* Returns the kind of the call that failed by the armed fault, or SIM_NO_FAULT if the fault was not
  * reached. `name` may be NULL. */
 sim_fault_kind sim_fault_fired(const char **name);
-/* Called first by every call that can fail. Returns true if the call must fail. In this case it sets
- * the pending error for a boundary call and for a callback. */
+/* Called first by every call that can fail. Returns true if the call must fail. In this case it
+ * sets the pending error for a boundary call and for a callback. */
 bool sim_fault(sim_fault_kind kind, const char *name);
 bool sim_error_pending(void); /* an exception is set */
 int sim_raise(void);          /* sets the pending error, and returns -1 */

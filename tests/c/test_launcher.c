@@ -1,7 +1,7 @@
 /* Launches of CUDA kernels (csrc/kernels/launcher.cuh): arguments of many tensors, checksums of
  * device memory, captures and errors. With -DFCK_TEST_CUDA_ON_HOST, and linked with kernels_cuda.cu
- * compiled against fake_cuda/cuda_runtime.h, the kernels run on the host. Otherwise the only test is
- * that of a build without nvcc. */
+ * compiled against fake_cuda/cuda_runtime.h, the kernels run on the host. Otherwise the only test
+ * is that of a build without nvcc. */
 #include "kernels_reference.h"
 
 #ifdef FCK_TEST_CUDA_ON_HOST
