@@ -152,6 +152,9 @@ void sim_tensor_read(const fct_tensor *t, double *out);
 int64_t sim_tensor_numel(const fct_tensor *t);
 size_t sim_tensor_refs(const fct_tensor *t);
 bool sim_tensor_has_memory(const fct_tensor *t);
+/* Changes one bit of a tensor that has elements, at once, without a check of the order. `bit` is
+ * taken modulo the number of its bits. */
+void sim_tensor_flip_bit(const fct_tensor *t, uint64_t bit);
 /* Marks the memory as shared with a numpy array: it must not be freed. */
 void sim_tensor_share(fct_tensor *t);
 /* Sets .grad or adds to it, as autograd does. Takes `grad`. */

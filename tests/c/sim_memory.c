@@ -291,6 +291,13 @@ void sim_tensor_share(fct_tensor *t) {
     sim_tensor_block(t)->shared = true;
 }
 
+void sim_tensor_flip_bit(const fct_tensor *t, uint64_t bit) {
+    fct_facts facts;
+    fct_tensor_facts(t, &facts);
+    const uint64_t bits = (uint64_t)(facts.numel * facts.itemsize) * 8;
+    ((unsigned char *)facts.data)[bit % bits / 8] ^= (unsigned char)(1U << bit % 8);
+}
+
 bool fct_storage_can_free(const fct_tensor *t) {
     const sim_block *block = sim_tensor_block(t);
     return block == NULL || !block->shared;

@@ -8,13 +8,6 @@
 
 enum { FLIPS = 1000 };
 
-static void flip_bit(const fct_tensor *tensor, uint64_t bit) {
-    fct_facts facts;
-    fct_tensor_facts(tensor, &facts);
-    const uint64_t bits = (uint64_t)(facts.numel * facts.itemsize) * 8;
-    ((unsigned char *)facts.data)[bit % bits / 8] ^= (unsigned char)(1U << bit % 8);
-}
-
 static void each_flipped_bit_of_memory_changes_its_checksum(void **state) {
     (void)state;
     unsigned char memory[601];
@@ -81,10 +74,10 @@ static void each_flipped_bit_of_a_long_slot_changes_the_checksum(void **state) {
     for (size_t i = 0; i < FLIPS; i++) {
         fc_checksum other = {0};
         const uint64_t bit = sim_random();
-        flip_bit(source, bit);
+        sim_tensor_flip_bit(source, bit);
         assert_null(fc_checksum_add(&other, 2, row, from.data, BYTES, NULL, kernels));
         assert_true(other.rows != right.rows && other.own != right.own);
-        flip_bit(source, bit);
+        sim_tensor_flip_bit(source, bit);
     }
     fct_tensor_release(source);
     fct_tensor_release(target);

@@ -95,12 +95,6 @@ typedef enum flip { NO_FLIP, FLIP_OWN_ROW, FLIP_ROWS } flip;
 
 static uint64_t of_rows; /* checksum of the gathered rows alone */
 
-static void flip_bit(const fct_tensor *tensor, int64_t offset, uint64_t bit) {
-    fct_facts facts;
-    fct_tensor_facts(tensor, &facts);
-    ((unsigned char *)facts.data)[offset + (int64_t)(bit / 8)] ^= (unsigned char)(1U << bit % 8);
-}
-
 /* Gathers the unit of layer 1, flips a bit of a row, and sets `of_rows`. Returns the checksum. */
 static uint64_t gather_with_flip(flip what, uint64_t bit) {
     fc_gather *gather = &model->layers[1].groups[0].core.gather;
@@ -111,9 +105,10 @@ static uint64_t gather_with_flip(flip what, uint64_t bit) {
     sim_drain();
     const int64_t row = gather->plan.row_bytes;
     if (what == FLIP_OWN_ROW) {
-        flip_bit(gather->pending.buffer, gather->pending.pg->rank * row, bit);
+        const uint64_t own = (uint64_t)(8 * gather->pending.pg->rank * row);
+        sim_tensor_flip_bit(gather->pending.buffer, own + bit);
     } else if (what == FLIP_ROWS) {
-        flip_bit(gather->pending.buffer, 0, bit % (uint64_t)(16 * row));
+        sim_tensor_flip_bit(gather->pending.buffer, bit);
     }
     fct_facts facts;
     fct_tensor_facts(gather->pending.buffer, &facts);

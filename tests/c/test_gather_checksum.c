@@ -36,19 +36,12 @@ static uint64_t last_checksum(size_t expected_count) {
     return list[expected_count - 1].value;
 }
 
-static void flip_bit(const fct_tensor *tensor, uint64_t bit) {
-    fct_facts facts;
-    fct_tensor_facts(tensor, &facts);
-    const uint64_t bits = (uint64_t)(facts.numel * facts.itemsize) * 8;
-    ((unsigned char *)facts.data)[bit % bits / 8] ^= (unsigned char)(1U << bit % 8);
-}
-
 /* Gathers, and flips a bit of the gathered row unless it is negative. Returns the checksum. */
 static uint64_t gather_with_flip(size_t number, int64_t bit) {
     assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_OK);
     assert_int_equal(fc_gather_await(gather), FC_OK);
     if (bit >= 0) {
-        flip_bit(gather->pending.buffer, (uint64_t)bit);
+        sim_tensor_flip_bit(gather->pending.buffer, (uint64_t)bit);
     }
     assert_int_equal(fc_gather_copy_out(gather), FC_OK);
     fc_gather_complete(gather, NULL);
