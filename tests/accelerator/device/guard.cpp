@@ -3,6 +3,7 @@
 #include "memory.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstring>
@@ -179,7 +180,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
     void resizePrivateUse1Bytes(const c10::Storage &storage, size_t bytes) const override {
         c10::StorageImpl *const impl = storage.unsafeGetStorageImpl();
-        set_current_device(impl->device().index());
+        const c10::DeviceGuard guard(impl->device());
         c10::DataPtr data = device_allocator()->allocate(bytes);
         if (impl->data() != nullptr && bytes != 0) {
             std::memcpy(data.get(), impl->data(), std::min(bytes, impl->nbytes()));

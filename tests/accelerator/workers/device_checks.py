@@ -56,7 +56,8 @@ def backward_runs_in_a_device_thread(device: Any) -> None:
     y = (x * x).sum()
     x.register_hook(lambda grad: thread_ids.append(threading.get_ident()))
     y.backward()
-    assert thread_ids != [threading.get_ident()]
+    (thread_id,) = thread_ids
+    assert thread_id != threading.get_ident()
 
 
 @check
@@ -81,6 +82,14 @@ def current_device_is_per_thread(device: Any) -> None:
     thread.start()
     thread.join()
     assert indices == [3]
+    assert torch.ones(2, device="sim").device.index == 0
+
+
+@check
+def resize_of_storage_on_another_device_keeps_the_current_device(device: Any) -> None:
+    storage = torch.ones(2, device="sim:3").untyped_storage()
+    storage.resize_(64)
+    assert storage.nbytes() == 64
     assert torch.ones(2, device="sim").device.index == 0
 
 
@@ -234,7 +243,7 @@ def record_stream_delays_reuse_of_freed_memory(device: Any) -> None:
     del x
     assert torch.empty(100, device="sim").data_ptr() != address
     current_stream().wait_stream(side)
-    torch.empty(100, device="sim")
+    assert torch.empty(100, device="sim").data_ptr() == address
     assert device.findings() == []
 
 
