@@ -57,6 +57,7 @@ def test_double_backward_matches_plain_model_where_torch_reduces_too_early() -> 
 @pytest.mark.torch("2.13")  # reset_iter_state() is new in 2.13
 def test_training_after_failed_backward_matches_training_after_reset_iter_state() -> None:
     (runs,) = run_ranks(scenario_ranks.run_failed_backward, 1, timeout=120)
+    assert not str(runs["fsdp_c"].record[0]).startswith("raised ")
     assert runs["fsdp_c"].record == runs["fsdp_c with a reset"].record
     assert runs["fsdp_c"].findings == runs["fsdp_c with a reset"].findings == []
     assert runs["torch"].record != runs["fsdp_c"].record
@@ -67,6 +68,7 @@ def test_models_trained_by_threads_on_separate_devices_match_torch_without_races
     (by_implementation,) = run_ranks(scenario_ranks.run_on_threads, 1, timeout=120)
     for *records, findings in by_implementation.values():
         assert findings == []
+        assert [len(record) for record in records] == [12] * 4  # four steps with three entries
         assert [record[0] for record in records] == [f"sim:{index}" for index in range(4)]
         assert len({str(record[1:3]) for record in records}) == 1
     assert by_implementation["fsdp_c"] == by_implementation["torch"]
