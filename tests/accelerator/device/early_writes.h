@@ -10,10 +10,11 @@
 
 namespace sim {
 
-/* Bytes that a reader gets in the second run. Operations and blocks are identified by their
- * numbers, which are equal in both runs. */
+/* Bytes that a reader gets in the second run. The numbers of `reader` and `block` count from the
+ * beginning of the run, so they are equal in both runs. */
 struct EarlyWrite {
-    uint64_t reader = 0, writer = 0; /* operations */
+    uint64_t reader = 0; /* operation */
+    uint64_t writer = 0; /* operation of the first run, by its serial */
     uint64_t block = 0;
     size_t offset = 0; /* in the block */
     std::string data;

@@ -1,6 +1,6 @@
 /* Checks CPU operators that use pinned memory. torch's profiler callbacks report these operators.
- * The host must have waited for the device operations on the same block, whichever of its bytes
- * they use. */
+ * The host must have waited for all conflicting device operations on the same block, whichever of
+ * its bytes they use. */
 #include "journal.h"
 #include "memory.h"
 
@@ -23,7 +23,8 @@ bool is_complete_for_host(const Epoch &epoch) {
     return all.devices.at(device).host.covers(epoch.stream_index, epoch.tick);
 }
 
-/* Returns a device operation on the cell for which the host has not waited, or NULL. */
+/* Returns an operation that conflicts with the host's access to the cell, and for which the host
+ * has not waited, or NULL. */
 const Epoch *find_incomplete_access(const Cell &cell, bool write) {
     if (!is_complete_for_host(cell.write)) {
         return &cell.write;

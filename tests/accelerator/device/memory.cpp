@@ -213,7 +213,8 @@ void Memory::check_free_blocks(Pool &pool, const Epoch &by) {
     pool.unchecked.clear();
 }
 
-/* Returns the smallest free block that fits, of several the one freed last, or NULL. */
+/* Returns the smallest free block of at least `size` and at most 2 * `size` bytes, or NULL. Of
+ * blocks with equal sizes, returns the one that was freed last. */
 Block *Memory::take_free_block(Pool &pool, size_t size) {
     const auto fits = pool.free.lower_bound(size);
     if (fits == pool.free.end() || fits->first > 2 * size) {

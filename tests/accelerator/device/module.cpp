@@ -111,8 +111,14 @@ void define_journal(py::module &m) {
         const Lock lock(world().mutex);
         journal().counts.clear();
     });
-    m.def("delay_writes", [](uint64_t seed) { world().late_seed = seed; });
-    m.def("set_checks", [](bool on) { world().checks = on; });
+    m.def("delay_writes", [](uint64_t seed) {
+        const Lock lock(world().mutex);
+        world().late_seed = seed;
+    });
+    m.def("set_checks", [](bool on) {
+        const Lock lock(world().mutex);
+        world().checks = on;
+    });
     m.def("log_calls", &log_calls);
     m.def("calls", &calls);
     m.def("reset", &reset);

@@ -36,8 +36,8 @@ OTHER_COUNTERS += ("synchronize", "group memory")
 
 
 class Measurements(NamedTuple):
-    """Averages per block and step, and the peak of all steps. Except in BUCKETS, each block is a
-    unit."""
+    """Averages per block and step, and the peak of the steps, without the first step. Except in
+    BUCKETS, each block is a unit."""
 
     launches: float
     recorded_events: float

@@ -17,13 +17,10 @@ from features import Record, digest
 
 
 class ScenarioRun(NamedTuple):
-    """The record of one scenario, and the device's findings and counters."""
+    """The record of one scenario, and the device's findings."""
 
     record: Record
     findings: list[str]
-    counts: dict[str, int]
-    peak: int
-    """Bytes."""
 
 
 def run_scenario(
@@ -32,16 +29,13 @@ def run_scenario(
     """Runs a scenario. If it raises, the exception's text is its record."""
     device = simulated.start()
     device.reset()
-    device.reset_peak(0)
-    start = device.max_memory_allocated(0)
     simulated.use_kernels(kernels)
     tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, implementation)
     try:
         record = scenario(tools)
     except Exception as error:
         record = [f"raised {type(error).__name__}: {error}"]
-    peak = device.max_memory_allocated(0) - start
-    return ScenarioRun(record, device.findings(), device.counts(), peak)
+    return ScenarioRun(record, device.findings())
 
 
 def run(rank: int, world_size: int) -> dict[str, dict[str, ScenarioRun]]:

@@ -261,7 +261,7 @@ def offload_smaller_group(tools: SimTools) -> Record:
 
 @scenario
 def offload_with_a_reduce_hook(tools: SimTools) -> Record:
-    """torch frees the reduced buffer while the hook's stream still uses it."""
+    """torch before 2.15 frees the reduced buffer while the hook's stream still uses it."""
     model = _shard_offloaded(tools)
     set_reduce_hook(model)
     return tools.train(model)
@@ -507,8 +507,9 @@ def failed_backward(tools: SimTools, reset: bool) -> Record:
     return record + _train_after_failure(tools, reset, offload_policy=CPUOffloadPolicy())
 
 
-def _train_after_failure(tools: SimTools, reset: bool = True, **kwargs: Any) -> Record:
-    """Trains again after a backward that raised, with or without ``reset_iter_state()`` between."""
+def _train_after_failure(tools: SimTools, reset: bool, **kwargs: Any) -> Record:
+    """Trains, runs a backward that raises, and trains again. If ``reset``, calls
+    ``reset_iter_state()`` after the exception."""
     model = tools.shard(blocks(), **kwargs)
     record = tools.train(model)
 

@@ -99,11 +99,11 @@ def scenario(function: Callable[[SimTools], Record]) -> Callable[[SimTools], Rec
 def since(release: str) -> Callable[[Callable[[SimTools], Record]], Callable[[SimTools], Record]]:
     """Marks a scenario that torch supports from ``release`` on."""
 
-    def mark(function: Callable[[SimTools], Record]) -> Callable[[SimTools], Record]:
+    def set_release(function: Callable[[SimTools], Record]) -> Callable[[SimTools], Record]:
         SINCE[function.__name__] = release
         return function
 
-    return mark
+    return set_release
 
 
 def is_supported(name: str) -> bool:

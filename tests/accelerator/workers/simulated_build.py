@@ -22,7 +22,7 @@ FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall
 def build_library() -> Path:
     """Returns the path of the built extension module.
 
-    The module's name contains a hash of the sources, all headers, the flags, Python and torch. One
+    The file's name contains a hash of the sources, all headers, the flags, Python and torch. One
     compiler reads all sources, because torch's headers take two thirds of the time of a source.
     """
     folder = ROOT / "build/accelerator"

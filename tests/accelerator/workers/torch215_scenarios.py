@@ -16,7 +16,6 @@ from releases import has
 from sim_tools import (
     BFLOAT16,
     SimTools,
-    name_memory,
     prefetch_neighbors,
     scenario,
     set_reduce_hook,
@@ -266,7 +265,6 @@ def dtype_overrides(tools: SimTools) -> Record:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, **options)
     torch.manual_seed(0)
     model = nn.Sequential(*(_WidenedBias() for _ in range(4)))
-    name_memory(model)
     return tools.train(tools.shard(model, mp_policy=policy), micro=2, sync=features._all_sync)
 
 
