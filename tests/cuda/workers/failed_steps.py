@@ -1,8 +1,9 @@
 """Trains on ranks that exchange data, after steps in which cudaMalloc failed on all ranks.
 
-``python failed_steps.py IMPLEMENTATION RANK WORLD FILE`` is one rank. It prints a JSON object with
-the digest of the gradients of each job. Under fsdp_c the object has a list instead: one digest for
-each number n so that the n-th and all later calls of cudaMalloc failed in the step before.
+``python failed_steps.py IMPLEMENTATION RANK WORLD FILE`` is one rank. It prints a JSON object.
+Under torch, ``steps`` maps each job to the digest of the gradients of a step. Under fsdp_c it maps
+each job to a list. Entry n belongs to a step in which the n-th and all later calls of cudaMalloc
+failed: its outcome, and the digest of the next step. ``findings`` are those of the device.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def fail_steps(device: stub_runtime.Device, tools: Any, model: Any) -> list[tupl
         is_reached = device.get_calls_until_failure("fail_malloc") == 0
         device.set(fail_malloc=0, malloc_failures_left=0)
         if not is_reached:
-            break
+            return results
         results.append((outcome, digest_of_step(tools, model, second)))
-    return results
+    raise AssertionError(f"a step has more than {LIMIT} calls")
 
 
 def main(implementation: str, rank: int, world: int, file: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[str, dict[str, int], int]] = {
     "launch of torch": ("fail_operator", {}, 9),
 }
 LIMIT = 300
-"""Calls of one kind. A step has fewer."""
+"""Upper bound of the number of calls of one kind in a step."""
 
 
 def outcome_of(step: Callable[[], None]) -> str:
@@ -41,7 +41,7 @@ def outcome_of(step: Callable[[], None]) -> str:
     return "trained"
 
 
-def states_of(model: Any) -> list[str]:
+def unsharded_parameters(model: Any) -> list[str]:
     """Returns the names of the parameters that are not sharded."""
     from torch.distributed.tensor import DTensor
 
@@ -51,7 +51,10 @@ def states_of(model: Any) -> list[str]:
 def sweep(
     training: Any, setting: str, options: dict[str, int], distance: int
 ) -> list[dict[str, Any]]:
-    """Runs steps in which call 1, 1 + distance, ... fails, until a step has fewer calls."""
+    """Runs steps in which call 1, 1 + distance, ... fails, until a step has fewer calls.
+
+    Returns the outcomes of the steps in which a call failed.
+    """
     import torch
 
     device = stub_runtime.start()
@@ -65,11 +68,11 @@ def sweep(
         device.set(**{setting: 0}, malloc_failures_left=0)
         training.model.zero_grad()
         outcome["next"] = outcome_of(training.step)
-        outcome["unsharded"] = states_of(training.model)
+        outcome["unsharded"] = unsharded_parameters(training.model)
         if not reached:
-            break
+            return outcomes
         outcomes.append(outcome)
-    return outcomes
+    raise AssertionError(f"a step has more than {LIMIT} calls")
 
 
 def main(implementation: str, job: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from typing import Any
 
 import stub_runtime
-from failures import outcome_of, states_of
+from failures import outcome_of, unsharded_parameters
 
 REMOTE_ERROR = 6
 """ncclRemoteError: another rank has failed."""
@@ -85,7 +85,7 @@ def main(implementation: str, case: str) -> dict[str, Any]:
     following = outcome_of(training.step)
     device.set(stopped=0)
     training.model.reset_iter_state()
-    return {"failed": failed, "next": following, "unsharded": states_of(training.model)}
+    return {"failed": failed, "next": following, "unsharded": unsharded_parameters(training.model)}
 
 
 if __name__ == "__main__":
