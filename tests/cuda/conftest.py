@@ -25,7 +25,8 @@ ABORT = re.compile("watchdog thread terminated with exception|Aborting process o
 class Runner(Protocol):
     """Runs a worker and returns the object that its last line contains.
 
-    With ``watchdog_may_abort``, returns None if torch's watchdog ended the worker by SIGABRT.
+    Returns None if the worker printed nothing. With ``watchdog_may_abort``, also returns None if
+    torch's watchdog ended the worker by SIGABRT.
     """
 
     def __call__(self, worker: str, *arguments: str, watchdog_may_abort: bool = False) -> Any: ...

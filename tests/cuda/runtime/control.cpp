@@ -219,9 +219,4 @@ void sim_announce_split(int size) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     device().split_sizes.push_back(size);
 }
-
-/* Ends the thread's binding of the primary context, as in a new thread. */
-void sim_unbind() {
-    sim::thread().bound = false;
-}
 }

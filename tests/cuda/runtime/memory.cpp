@@ -54,7 +54,6 @@ void *allocate(size_t bytes, Kind kind) {
     allocations()[reinterpret_cast<uintptr_t>(address)] = Allocation{size, kind};
     if (kind == Kind::kDevice) {
         all.used += size;
-        all.peak = all.used > all.peak ? all.used : all.peak;
     }
     return address;
 }

@@ -99,7 +99,8 @@ void access(const sim::Operation &by, const Tensor &tensor, bool write) {
     sim::access(by, tensor.data, tensor.bytes, write);
 }
 
-/* Names the launch by its operator. Called under the device's mutex. */
+/* Names the launch by its operator, and declares that it accesses the operator's inputs. Called
+ * under the device's mutex. */
 void on_launch(sim::Operation *by) {
     if (frames.empty()) {
         if (sim::executes()) {

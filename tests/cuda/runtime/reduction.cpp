@@ -105,10 +105,6 @@ size_t size_of(ncclDataType_t type) {
     }
 }
 
-bool is_arithmetic(ncclDataType_t type) {
-    return type != ncclFloat8e4m3 && type != ncclFloat8e5m2;
-}
-
 double read_scalar(ncclDataType_t type, const void *scalar) {
     double value = 0;
     with_type(type, [&](auto element, auto rules) {

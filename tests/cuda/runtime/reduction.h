@@ -1,4 +1,4 @@
-/* The arithmetic of NCCL's reductions. */
+/* The arithmetic of NCCL's reductions. The functions that compute have no effect on float8. */
 #ifndef CUDA_SIM_REDUCTION_H
 #define CUDA_SIM_REDUCTION_H
 
@@ -10,9 +10,6 @@
 namespace sim {
 
 size_t size_of(ncclDataType_t type);
-
-/* Whether scale() and reduce() support the type. */
-bool is_arithmetic(ncclDataType_t type);
 
 /* Reads an element as a factor of scale(). */
 double read_scalar(ncclDataType_t type, const void *scalar);

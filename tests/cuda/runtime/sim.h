@@ -125,7 +125,8 @@ Event *event_of(const void *handle); /* NULL, and a finding, if the event was de
 Event *new_event();
 void destroy_event(Event *event);
 
-/* Starts an operation on the stream. Returns an error number if the capture rules refuse it. */
+/* Starts an operation on the stream. Returns an error number if the capture rules refuse it, or if
+ * the device has stopped. */
 int begin(Stream &stream, const char *name, Operation *out);
 /* Starts a kernel. Its accesses follow as calls of access(), or through Device::on_launch. */
 int launch(Stream &stream, const char *name, Operation *out);
@@ -183,7 +184,7 @@ struct Settings {
     long fail_launch = 0;          /* the n-th launch of a driver kernel from now on fails */
     long fail_operator = 0;        /* the n-th launch through the runtime from now on fails */
     long fail_device = 0;          /* the n-th launch of any kernel from now on stops the device */
-    long stopped = 0;              /* launches, records, waits, queries and cudaMalloc fail */
+    long stopped = 0;              /* operations, records, waits, queries and cudaMalloc fail */
     long hang_nccl = 0;            /* the n-th collective from now on ends only if it is aborted */
     /* Operations are executed: by the device's thread, in an order that streams and events allow.
      * NCCL's communicators connect processes. Set before the first use of the device. */
@@ -210,8 +211,7 @@ struct Device {
     Accesses accesses;
     uint64_t serial = 0;
     uint64_t capture_serial = 0;
-    size_t used = 0;
-    size_t peak = 0;
+    size_t used = 0; /* bytes of device memory */
     std::map<std::string, long> counts;
     std::vector<std::string> findings;
     /* Number of ranks of each communicator that the next ncclCommSplit calls create. */

@@ -1,8 +1,9 @@
 """Trains with the guard mode "hash" on ranks of the simulated NCCL that get different data.
 
-``python corrupted_data.py RANK FILE CASE...`` is one of two ranks. It prints a JSON object that
-maps each case to the message of the exception, or to an empty string. A process group cannot be
-used after an exception, so only the last case may raise one. FILE is the rendezvous file.
+``python corrupted_data.py RANK FILE CASE...`` is one of two ranks. It prints a JSON object.
+``messages`` maps each case to the message of the exception, or to an empty string. ``findings`` are
+those of the device. A process group cannot be used after an exception, so only the last case may
+raise one. FILE is the rendezvous file.
 """
 
 from __future__ import annotations

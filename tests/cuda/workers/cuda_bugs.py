@@ -159,7 +159,7 @@ class Trainings:
         self.device.observe(False)
         return findings
 
-    def calls(self, bug: Bug) -> list[stub_runtime.CallSite]:
+    def calls(self) -> list[stub_runtime.CallSite]:
         """Returns the calls of the latest run."""
         import fsdp_c._C as _C
 
@@ -171,7 +171,7 @@ def expected_finding(trainings: Trainings, bug: Bug) -> str:
     others = trainings.run(bug, -1)
     if others:
         return f"without a bug: {others[0]}"
-    indices = [i for i, call in enumerate(trainings.calls(bug)) if matches(call, bug)]
+    indices = [i for i, call in enumerate(trainings.calls()) if matches(call, bug)]
     for index in indices:
         for finding in trainings.run(bug, index):
             if bug.expected in finding:

@@ -1,7 +1,8 @@
 """Faults that a comparison of bits must find: each changes the results of a training.
 
 ``python data_faults.py RANK WORLD FILE`` is one rank of fsdp_c. It prints a JSON object, which has
-for each fault the number of trainings until the results differed, or 0. Faults of NCCL are armed on
+for each fault the number of trainings until the results differed, or 0. It also has whether results
+differ without a fault, and the findings of the device. Faults of NCCL are armed on
 rank 0. A dropped wait is a call by which fsdp_c orders streams. The call has no effect, on all
 ranks. Each training for such a fault drops another call and has another order of operations.
 """

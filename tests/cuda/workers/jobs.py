@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import stub_runtime
@@ -164,8 +164,6 @@ class Job:
     offload: bool = False
     grouped_head: bool = False
     """``fully_shard([norm, head])``."""
-    odd: bool = False
-    """Each block has a parameter of one element."""
     kept_storage: bool = False
     """Unsharded parameters keep their memory (``set_keep_unsharded_storage``)."""
     finalize: bool = False
@@ -176,7 +174,6 @@ class Job:
     """Steps of the optimizer can be captured."""
     inner: bool = False
     """Each unit is a module that calls a block."""
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 JOBS: dict[str, Job] = {
@@ -266,9 +263,6 @@ class Training:
                 self.model.blocks = nn.ModuleList(Unit(block) for block in self.model.blocks)
             if job.inner and job.grouped_head:
                 self.model.norm, self.model.head = Unit(self.model.norm), Unit(self.model.head)
-            if job.odd:
-                for block in self.model.blocks:
-                    block.norm1.bias = nn.Parameter(torch.zeros(1))
         if implementation == "bare":
             self.model.to(torch.bfloat16 if job.mixed else torch.float32)
         else:
@@ -284,7 +278,7 @@ class Training:
 
     def _shard(self) -> None:
         job, (fully_shard, replicate) = self.job, functions_of(self.implementation)
-        options: dict[str, Any] = dict(job.options)
+        options: dict[str, Any] = {}
         if job.mixed:
             options["mp_policy"] = MIXED
         if job.offload:

@@ -185,7 +185,7 @@ def _build_observer(site: Path, folder: Path) -> None:
 
 
 def _read_symbols(path: Path, *options: str) -> list[tuple[str, str]]:
-    """Returns the kind and name of the symbols of a library (with -D) or object."""
+    """Returns the name and kind of the symbols of a library (with -D) or object."""
     output = subprocess.run(["nm", *options, str(path)], capture_output=True, text=True, check=True)
     fields = [line.split() for line in output.stdout.splitlines()]
     return [(f[-1], f[-2]) for f in fields if len(f) >= 2]

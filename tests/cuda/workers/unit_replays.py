@@ -1,8 +1,9 @@
 """Compares steps with captured units with eager steps, bit by bit.
 
-``python unit_replays.py IMPLEMENTATION [CASE...]`` prints a JSON object: for each case the digests
-of the gradients of eager steps and of steps with graphs, or the exception. The device executes the
-work. The other ranks of the group have the same data (``loop_group.py``).
+``python unit_replays.py IMPLEMENTATION [CASE...]`` prints a JSON object. ``cases`` has for each
+case the digests of the gradients of eager steps and of steps with graphs, or the exception.
+``findings`` are those of the device, which executes the work. The other ranks of the group have the
+same data (``loop_group.py``).
 """
 
 from __future__ import annotations
