@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 WORLD = 8
 
 Sync = Callable[[Any, bool], None]
@@ -184,11 +184,11 @@ def variant(function: Variant) -> Variant:
 
 
 def needs(supported: bool) -> Callable[[Variant], Variant]:
-    def mark(function: Variant) -> Variant:
+    def set_support(function: Variant) -> Variant:
         NEEDS[function.__name__] = supported
         return function
 
-    return mark
+    return set_support
 
 
 def names(device: torch.device) -> list[str]:
