@@ -251,8 +251,8 @@ def test_check_kernels_reports_only_the_wrong_unpack() -> None:
 def test_check_kernels_and_check_jit_report_differences_only_if_driver_skips_work(
     tmp_path: Path, wrong: bool, messages: list[str]
 ) -> None:
-    """Runs check_jit.py on a driver that executes the kernels' source on the CPU. With
-    ``wrong=True`` the driver skips a part of each launch."""
+    """Runs the comparisons of both scripts on a driver that executes the kernels on the CPU. With
+    ``wrong=True`` the driver omits the last block of each launch."""
     folder = GPU.parent / "c/fake_cuda"
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
     command += [f"-I{folder}", f"-I{GPU.parents[1] / 'csrc'}", str(folder / "driver.cpp")]

@@ -2,8 +2,9 @@
 
 Bandwidth counts bytes read and written. The parameters are those of one layer of an 8 B Llama. On
 CUDA the kernels come from a library built from the extension's source. Times come from CUDA events,
-as the median of several rounds. A kernel below 0.8 of the memory copy fails the step. Without CUDA
-a small layer runs on the fake kernels, which only checks that this script works.
+as the median of several rounds. A kernel that must reach ``GOAL`` of the memory copy, and does not,
+fails the step. Without CUDA a small layer runs on the fake kernels, which only checks that this
+script works.
 """
 
 from __future__ import annotations

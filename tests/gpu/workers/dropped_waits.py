@@ -64,7 +64,10 @@ def environment() -> dict[str, str]:
 
 
 class Waits:
-    """Counts the extension's waits and drops one of them."""
+    """Counts the extension's waits and drops one of them.
+
+    On the simulated device, records of events and synchronizations count as waits, too.
+    """
 
     def __init__(self) -> None:
         self.simulated = race.simulated()

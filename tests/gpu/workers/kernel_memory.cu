@@ -5,9 +5,9 @@
 #include <cstdlib>
 #include <cstring>
 
-#ifdef GPU_CHECK_ON_HOST
-
 #define EXPORT extern "C" __attribute__((visibility("default")))
+
+#ifdef GPU_CHECK_ON_HOST
 
 EXPORT void *device_allocate(size_t bytes) {
     return std::malloc(bytes);
@@ -29,8 +29,6 @@ EXPORT int device_synchronize() {
 }
 
 #else
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT void *device_allocate(size_t bytes) {
     void *memory = nullptr;

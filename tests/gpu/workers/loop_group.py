@@ -1,11 +1,12 @@
 """A process group with one real rank on a device; the other ranks are simulated.
 
-Every collective is device work, issued after a pause of random length. As in NCCL, synchronous
+The collectives of FSDP2 are device work: ``all_gather_single``, ``reduce_scatter_single`` and
+``allreduce`` pause for a random time before they write their output. As in NCCL, synchronous
 collectives run on the current stream and return no Work, asynchronous ones run on a stream of the
 group. The host never waits for them. Before the pause, outputs are filled with NaN. A reader that
 does not wait therefore gets other bits. So does a collective whose input is overwritten too early.
 
-The simulated ranks hold the same data as the real one. A reduction sums all rank shards of its
+The simulated ranks hold the same data as the real one. A reduce-scatter sums all rank shards of its
 input, so that every shard affects the result.
 """
 
@@ -240,7 +241,7 @@ def _join_native(size: int, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def without_pauses() -> Iterator[None]:
-    """Disables poison and pauses, for measurements."""
+    """Disables poison within the context, and pauses until the next ``DELAYS.seed``."""
     LoopGroup.poison = False
     DELAYS.seed(0)
     try:

@@ -1,4 +1,4 @@
-"""Runs tests/parity/test_gpu.py, under pytest if it is installed. Kernel launches do not block.
+"""Runs tests/parity/test_gpu.py, under pytest if it is installed.
 
 On CUDA the cases run with NCCL on one rank, and with gloo and CUDA tensors in four processes.
 Without pytest this script compares the results itself. Without CUDA it runs two ranks on the CPU.

@@ -68,7 +68,8 @@ Digests = dict[str, dict[str, dict[str, str]]]
 
 
 def merge_results(results: list[tuple[str, Any]]) -> tuple[Digests, list[str]]:
-    """Merges the digests. Also lists failed processes and the simulated device's findings."""
+    """Merges the digests. Also lists failures: processes that failed, processes that did not call
+    NCCL, and findings of the simulated device."""
     digests: Digests = {}
     failures = []
     for implementation, result in results:
@@ -92,16 +93,17 @@ def merge_results(results: list[tuple[str, Any]]) -> tuple[Digests, list[str]]:
 def check_digests(digests: Digests) -> list[str]:
     """Lists the variants whose digests are incomplete, invalid or not all equal."""
     failures = []
-    for name, counters in digests.items():
-        values = {value for by_seed in counters.values() for value in by_seed.values()}
-        complete = set(counters) == set(IMPLEMENTATIONS) and all(counters.values())
+    for name, by_implementation in digests.items():
+        seeds = by_implementation.values()
+        values = {value for by_seed in seeds for value in by_seed.values()}
+        complete = set(by_implementation) == set(IMPLEMENTATIONS) and all(seeds)
         valid = all(re.fullmatch(r"[0-9a-f]{16}", value) for value in values)
         if not (complete and valid and len(values) == 1):
-            counts = {
+            different = {
                 implementation: sorted(set(by_seed.values()))
-                for implementation, by_seed in counters.items()
+                for implementation, by_seed in by_implementation.items()
             }
-            failures.append(f"{name}: {counts}")
+            failures.append(f"{name}: {different}")
     return failures
 
 
