@@ -74,10 +74,16 @@ def cuda_python() -> str:
 
 @pytest.fixture(scope="session")
 def run_worker(cuda_python: str) -> Runner:
-    """Runs a worker in a process with the simulated device."""
-    code = "import torch, fsdp_c._C"
-    if _run(cuda_python, "-c", code).returncode:
-        pytest.skip(f"fsdp_c is not built for the torch of {cuda_python}: run make cuda-sim")
+    """Runs a worker in a process with the simulated device.
+
+    If fsdp_c cannot be imported, tests fail if FSDP_C_CUDA_PYTHON is set. Else they are skipped.
+    """
+    imported = _run(cuda_python, "-c", "import torch, fsdp_c._C")
+    if imported.returncode:
+        reason = f"fsdp_c is not built for the torch of {cuda_python}: run make cuda-sim"
+        if "FSDP_C_CUDA_PYTHON" in os.environ:
+            pytest.fail(f"{reason}\n{imported.stderr}")
+        pytest.skip(reason)
 
     def run(worker: str, *arguments: str, watchdog_may_abort: bool = False) -> Any:
         result = _run(cuda_python, str(WORKERS / f"{worker}.py"), *arguments)
