@@ -146,7 +146,7 @@ EXCLUDED = {
 }
 """Jobs of ``features.py`` that do not run here, with the reason."""
 NEED_FOUR_RANKS = ("hsdp", "smaller_group")
-"""First words of the variants that run on four ranks, and not on two."""
+"""First words of the variants that run on four or more ranks, and not on two."""
 
 
 def variant_tools(
@@ -170,8 +170,8 @@ def _run_variant(tools: VariantTools, name: str) -> Record:
 
 
 def jobs_of(implementation: str, rank: int, world: int) -> dict[str, Callable[[], Record]]:
-    """Returns the jobs by name. On four ranks they are those of HSDP, of smaller groups, and of
-    features. On two ranks they are all others."""
+    """Returns the jobs by name. On four or more ranks they are those of HSDP, of smaller groups,
+    and of features. On two ranks they are all others."""
     functions: dict[str, Any] = dict(gpu_jobs.CASES | gpu_jobs.ALL_GATHERS | JOBS)
     if world >= 4:
         functions = {f"{name} (GPU)": job for name, job in gpu_jobs.MANY_RANKS.items()}

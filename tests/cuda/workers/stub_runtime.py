@@ -27,7 +27,7 @@ class CallSite:
     stack: tuple[str, ...]
     """The library's C functions on the stack, innermost first."""
     frames: tuple[int, ...]
-    """Return addresses in the library, innermost first."""
+    """Offsets of the return addresses in the library, innermost first."""
 
 
 class Device:
