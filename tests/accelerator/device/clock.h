@@ -51,7 +51,6 @@ struct World {
     std::array<Device, kDevices> devices;
     std::vector<StreamState> streams;
     uint64_t serial = 0;
-    bool checks = true;
     uint64_t late_seed = 0;            /* not 0: delays writes, see Memory::hide_unordered_writes */
     bool records_early_writes = false; /* see EarlyWrites */
 

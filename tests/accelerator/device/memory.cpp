@@ -134,7 +134,7 @@ Usage &Memory::usage(int device) {
 }
 
 void Memory::access(uintptr_t from, uintptr_t to, bool write, const Epoch &by) {
-    Block *const block = from < to && world().checks ? find(from) : nullptr;
+    Block *const block = from < to ? find(from) : nullptr;
     if (block == nullptr) {
         return;
     }
@@ -204,7 +204,7 @@ void Memory::check_free_blocks(Pool &pool, const Epoch &by) {
             early_writes().record(*block, from, cell, by, true);
         }
         for (const auto &[from, cell] : block->cells) {
-            if (world().checks && check(*block, from, cell, true, by)) {
+            if (check(*block, from, cell, true, by)) {
                 break;
             }
         }

@@ -115,10 +115,6 @@ void define_journal(py::module &m) {
         const Lock lock(world().mutex);
         world().late_seed = seed;
     });
-    m.def("set_checks", [](bool on) {
-        const Lock lock(world().mutex);
-        world().checks = on;
-    });
     m.def("log_calls", &log_calls);
     m.def("calls", &calls);
     m.def("reset", &reset);
