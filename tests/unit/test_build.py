@@ -232,6 +232,13 @@ def test_debug_build_leaves_release_build_in_place(built: Tree) -> None:
     assert built.values() == RELEASE_VALUES
 
 
+def test_two_translation_units_include_all_cpp_files_of_the_bridge(tree: Tree) -> None:
+    for name in ("a", "b", "c"):
+        tree.write(f"csrc/bridge/{name}.cpp", f"int fct_{name}() {{ return 0; }}\n")
+    units = [name for name in compiled_files(tree.build()) if name.endswith(".cxx")]
+    assert units == ["unity_0_cxx.cxx", "unity_1_cxx.cxx"]
+
+
 def test_warning_fails_the_build_unless_lenient(tree: Tree) -> None:
     tree.write("csrc/core/other.c", "int fc_other(void) { return 0; }\n")
     output = tree.build(fails=True)
