@@ -46,8 +46,7 @@ def peak_memory(device: torch.device) -> list[float]:
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**20
     else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
     peaks = [0.0] * dist.get_world_size()
     dist.all_gather_object(peaks, peak)
     return peaks

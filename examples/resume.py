@@ -92,9 +92,9 @@ def train(args: argparse.Namespace) -> None:
 
     windows = Windows(load_corpus(args.text_bytes).train, args.context, args.seed)
     share = args.batch // ranks
-    progress = Progress(args.steps - begin, device, "tokens")
+    progress = Progress(args.steps, device, "tokens", begin)
     for step in progress.iterate_steps():
-        position = (begin + step) * args.batch + RANK * share
+        position = step * args.batch + RANK * share
         inputs, targets = windows.batch(position, share, device)
         loss = next_byte_loss(model(inputs), targets)
         loss.backward()
