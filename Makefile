@@ -1,5 +1,5 @@
 # The development commands. Each command builds its prerequisites first, even in a new clone. Exceptions: torch-diff
-# needs `make env-releases`, and wheels-check needs `make wheels`.
+# and torch-record need `make env-releases`, wheels-check `make wheels`, bench-record `make bench`, and gpu torch.
 #
 #   make demo    train a small GPT on two processes, with plots           make lint      check style and types
 #   make test    C and Python tests                                       make format    apply the code style

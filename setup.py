@@ -1,4 +1,4 @@
-"""Builds the extension modules of fsdp_c with CMake and ninja (CMakeLists.txt).
+"""Builds the extension modules of fsdp_c with CMake (CMakeLists.txt), and ninja or make.
 
 csrc is C11, and the bridge to torch is C++. nvcc compiles csrc/kernels/kernels_cuda.cu, if nvcc is
 found and torch is a CUDA build. Otherwise, or if nvcc fails, kernels_none.c replaces that file.
@@ -55,7 +55,7 @@ class BuildWithoutStaleFiles(build):
 
 
 class BuildWithCMake(build_ext):
-    """Builds all extension modules with one run of CMake and ninja."""
+    """Builds all extension modules with one run of CMake."""
 
     def finalize_options(self) -> None:
         super().finalize_options()

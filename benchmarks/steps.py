@@ -20,8 +20,8 @@ units that share collectives (``auto_shard(min_unit=)``); only ``deep`` and ``ti
 implementation. Gradients are ``None`` before each step. The optimizer is AdamW with torch's
 defaults, and SGD for ``wide``, because AdamW's states would fill the memory of a small machine.
 With fsdp_c, ``fsdp_c.optim.accelerate`` changes the optimizer, as under ``FSDP_C=1``. Each model
-trains for as many rounds as fit into ``--seconds``. Finally, one step each of torch and fsdp_c runs
-while another process samples resident memory.
+trains for 3 to 40 rounds, as many as fit into ``--seconds``. Finally, one step each of torch and
+fsdp_c runs while another process samples resident memory.
 
     python benchmarks/steps.py [--models small wide ...] [--seconds N] [--ranks N] [--json FILE]
 """
