@@ -40,7 +40,8 @@ RUN = {
         SWITCH, "on", "After `FSDP_C=1` or `install()`, torch's clipping functions use the C path"
     ),
     "FSDP_C_GUARD": Variable(
-        f"`hash`; {SWITCH}",
+        "`hash`; off: empty, `0`, `no`, `off`, `false`; on: `on`, `1`, `yes`, `true`, and any "
+        "other value with a warning",
         "on",
         "Ranks compare their models and collectives, with `hash` also checksums of data: "
         "[reliability](reliability.md#ranks-diverge)",
