@@ -7,6 +7,7 @@ records the memory of the whole process, so only events inside of the core's ran
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,13 +37,23 @@ _HOOK_RANGES = {"cast_forward_inputs", "cast_forward_outputs"}
 
 
 def trace_core(step: Callable[[], object]) -> list[Item]:
-    """Runs ``step`` under torch's profiler and returns the items of the core."""
+    """Runs ``step`` under torch's profiler and returns the items of the core.
+
+    The garbage collector is off: it would free memory of other tests inside of the core's ranges.
+    """
     config = _ExperimentalConfig(verbose=True)
     activities = [ProfilerActivity.CPU]
-    with profile(
-        activities=activities, profile_memory=True, record_shapes=True, experimental_config=config
-    ) as profiler:
-        step()
+    gc.disable()
+    try:
+        with profile(
+            activities=activities,
+            profile_memory=True,
+            record_shapes=True,
+            experimental_config=config,
+        ) as profiler:
+            step()
+    finally:
+        gc.enable()
     roots = profiler.profiler.kineto_results.experimental_event_tree()
     return [item for root in _in_order(roots) for item in _items(root, None)]
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import releases
 import torch
+from torch.distributed.fsdp import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -17,6 +21,9 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "torch": torch.distributed.fsdp.fully_shard,
     "fsdp_c": fsdp_c.fully_shard,
 }
+
+FOLDERS = [Path(fsdp_c.__file__).parent, *map(Path, _fully_shard.__path__)]
+"""The folders of fsdp_c and of torch's FSDP2."""
 
 
 def groups_of(model: Any) -> list[Any]:
@@ -46,3 +53,25 @@ def record_calls(events: list[Any], name: str, original: Callable[..., Any]) -> 
         return original(*args, **kwargs)
 
     return call
+
+
+def list_python_calls(action: Callable[[], object]) -> list[str]:
+    """Runs ``action``. Returns "file:function" for each Python function of FOLDERS that it calls.
+
+    The garbage collector is off: it would run finalizers of the models of other tests.
+    """
+    called: list[str] = []
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and any(map(path.is_relative_to, FOLDERS)):
+            called.append(f"{path.name}:{frame.f_code.co_name}")
+
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return called

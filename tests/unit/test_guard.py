@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +19,13 @@ import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
 import torch.testing._internal.common_fsdp as common
-from implementations import IMPLEMENTATIONS, groups_of, record_calls, run_both
+from implementations import (
+    IMPLEMENTATIONS,
+    groups_of,
+    list_python_calls,
+    record_calls,
+    run_both,
+)
 from linear_stack import batch, model_of, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -393,25 +398,13 @@ def test_unpatched_step_calls_no_python_function() -> None:
     for _ in range(3):
         model(x).sum().backward()
     assert overrides_of(model) == 0
-    called: list[str] = []
 
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and ("fsdp_c" in name or "_fully_shard" in name):
-            called.append(f"{name}:{frame.f_code.co_name}")
-
-    sys.setprofile(profile)
-    try:
+    def run_step() -> None:
         model(x).sum().backward()
-    finally:
-        sys.setprofile(None)
-    assert called == []
+
+    assert list_python_calls(run_step) == []
     with common.patch_unshard(record_calls([], "", FSDPParamGroup.unshard)):
-        sys.setprofile(profile)
-        try:
-            model(x).sum().backward()
-        finally:
-            sys.setprofile(None)
+        called = list_python_calls(run_step)
     assert called, "the profiler recorded no call, so the empty list before proves nothing"
 
 

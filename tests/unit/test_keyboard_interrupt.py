@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,7 +24,8 @@ import fsdp_c
 # The number of lines of each call that are interrupted; 0 means all lines.
 SAMPLES = int(os.environ.get("FSDP_C_INTERRUPTS", "40"))
 # Lines of other files are not interrupted.
-TRACED_PATHS = ("/fsdp_c/", "/torch/nn/modules/module.py", "/_fully_shard/", "/_composable")
+PACKAGE = f"{Path(fsdp_c.__file__).parent}/"
+TRACED_PATHS = (PACKAGE, "/torch/nn/modules/module.py", "/_fully_shard/", "/_composable")
 
 
 class TiedModel(nn.Module):
@@ -125,8 +127,8 @@ class Interrupt:
         return False
 
 
-def sample_lines(prepare: Callable[[Any], None], call: Callable[[Any], Any]) -> Iterator[int]:
-    """Yields up to about ``SAMPLES`` of the call's line numbers, including the last 8.
+def sample_lines(prepare: Callable[[Any], None], call: Callable[[Any], Any]) -> list[int]:
+    """Returns about ``SAMPLES`` of the numbers of the lines of the call, including the last 8.
 
     The lines of a second call are counted, because the first one fills caches.
     """
@@ -134,9 +136,9 @@ def sample_lines(prepare: Callable[[Any], None], call: Callable[[Any], Any]) -> 
         model = TiedModel()
         prepare(model)
         counter.run(lambda: call(model))  # noqa: B023
-    last = range(counter.lines - 8, counter.lines + 1)
+    last = range(counter.lines - 7, counter.lines + 1)
     step = max(1, counter.lines // SAMPLES) if SAMPLES else 1
-    yield from sorted({*range(1, counter.lines + 1, step), *last})
+    return sorted({*range(1, counter.lines + 1, step), *last})
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -164,9 +166,7 @@ def test_sharding_call_interrupted_at_sampled_lines_leaves_model_unchanged(
 def test_fully_shard_repeated_after_interrupt_trains(single_group: int) -> None:
     sharded = fsdp_c.fully_shard(TiedModel())  # keeping the model keeps its mesh and specs cached
     assert isinstance(sharded, FSDPModule)
-    for n in sample_lines(*CALLS["one module"]):
-        if n % 5:
-            continue
+    for n in sample_lines(*CALLS["one module"])[::5]:
         model: Any = TiedModel()
         shard_first_block(model)
         assert Interrupt(n).run(lambda: fsdp_c.fully_shard(model))  # noqa: B023

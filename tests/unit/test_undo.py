@@ -411,13 +411,18 @@ def test_torch_is_unchanged_after_each_scenario_of_install_and_uninstall(
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yields the registry without the changes of fsdp_c, and with no live model."""
+    """Yields the registry without the changes of fsdp_c, and with no live model.
+
+    The garbage collector is off: it would end leases of other tests, and run the pending undos.
+    """
     gc.collect()
+    gc.disable()
     for name, value in (("_changes", {}), ("_model_changes", {}), ("_lease", None)):
         monkeypatch.setattr(patches, name, value)
     for name in ("_is_installed", "_is_exit_needed", "_is_check_needed"):
         monkeypatch.setattr(patches, name, False)
     yield patches
+    gc.enable()
 
 
 def test_set_attribute_undo_restores_or_deletes_the_attribute() -> None:

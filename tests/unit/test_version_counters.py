@@ -6,14 +6,13 @@ DTensor's operators write local tensors below autograd, which does not increment
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from implementations import list_python_calls
 
 import fsdp_c
 
@@ -43,19 +42,9 @@ def test_second_step_runs_one_python_function_of_fsdp_c(fake_group: int) -> None
     model = fsdp_c.fully_shard(nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.step()
-    before, calls = versions(model), []
-
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and "fsdp_c" in name and "tests" not in name:
-            calls.append(f"{Path(name).name}:{frame.f_code.co_name}")
-
-    sys.setprofile(profile)
-    try:
-        optimizer.step()
-    finally:
-        sys.setprofile(None)
-    assert calls == ["lint_params.py:_before_step"] and versions(model) != before
+    before = versions(model)
+    assert list_python_calls(optimizer.step) == ["lint_params.py:_before_step"]
+    assert versions(model) != before
 
 
 def test_step_on_shard_created_in_inference_mode_increments_versions_of_others(
