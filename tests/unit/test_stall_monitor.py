@@ -116,8 +116,7 @@ def test_stall_monitor_logs_failure_that_the_store_cannot_report(
 ) -> None:
     failed = [make_record(3, records.FAILED)]
     set_records(monkeypatch, SECOND, failed)
-    monitor = make_monitor(_store=None)
-    monitor._store = type("EndedStore", (), {"add": lambda *unused: fail()})()
+    monitor = make_monitor(_store=SimpleNamespace(add=lambda *unused: fail()))
     monitor._run_check(lambda: monitor._report_new_failure(SECOND, failed))
     assert len(caplog.messages) == 1
 
