@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import resource
@@ -24,6 +25,7 @@ from fsdp_c import (
     GradientReductionHandle,
     MixedPrecisionPolicy,
     fully_shard,
+    release_memory,
     replicate,
 )
 from fsdp_c._runtime import module_methods
@@ -293,6 +295,8 @@ def test_failed_allocation_in_forward_raises_torch_error_and_model_trains_again(
     fake_group: int,
 ) -> None:
     """accelerate searches for torch's message before it retries with a smaller batch."""
+    gc.collect()
+    release_memory()  # a cached buffer of an earlier test would need no allocation
     module = fully_shard(nn.Linear(4096, 4096, bias=False))
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
