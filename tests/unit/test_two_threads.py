@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -147,15 +148,11 @@ def test_backward_during_pass_of_another_thread_raises(
 ) -> None:
     model = make_sharded_model(other == "backward")
     loss = loss_of(model)
-    model[1].armed = True
-    run = evaluate if other == "forward" else step
+    other_pass = functools.partial(evaluate, model)
     if other == "backward":
-        model[1].armed = False
-        second = loss_of(model)
-        model[1].armed = True
-        first = pool.submit(second.backward)
-    else:
-        first = pool.submit(run, model)
+        other_pass = loss_of(model).backward
+    model[1].armed = True
+    first = pool.submit(other_pass)
     assert model[1].reached.wait(TIMEOUT)
     with pytest.raises(RuntimeError, match=f"another thread is in the {other} of"):
         loss.backward()
@@ -268,31 +265,28 @@ def test_checkpoint_recomputation_in_backward_thread_trains(
     assert_gradients_of_steps(model, 1)
 
 
-def test_two_concurrent_threads_give_right_output_or_raise(single_group: int) -> None:
+def test_two_concurrent_threads_give_right_output_or_raise(
+    single_group: int, pool: ThreadPoolExecutor
+) -> None:
     model = make_sharded_model()
     expected = evaluate(make_model())
     switch_interval = sys.getswitchinterval()
-    failures: list[Any] = []
+    outputs: list[torch.Tensor] = []
 
     def evaluate_repeatedly() -> None:
         for _ in range(60):
             try:
-                if not torch.equal(evaluate(model), expected):
-                    failures.append("output")
+                outputs.append(evaluate(model))
             except RuntimeError as error:
-                if "another thread" not in str(error):
-                    failures.append(error)
+                assert "another thread" in str(error)
 
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=evaluate_repeatedly) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT)
+        for thread in [pool.submit(evaluate_repeatedly) for _ in range(2)]:
+            thread.result(TIMEOUT)
     finally:
         sys.setswitchinterval(switch_interval)
-    assert failures == []
+    assert outputs and all(torch.equal(output, expected) for output in outputs)
 
 
 @pytest.mark.parametrize("subject", ["zero_grad", "mesh info"])
