@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -360,9 +361,6 @@ def test_compare_observer_does_not_consume_random_numbers(observe: Any) -> None:
 
 
 def test_compare_observer_does_not_keep_optimizers_and_models_alive(observe: Any) -> None:
-    import gc
-    import weakref
-
     observe()
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

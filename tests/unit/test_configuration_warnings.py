@@ -6,6 +6,7 @@ Each message is logged once, with the name of the module, and is never raised as
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import warnings
 import weakref
@@ -447,9 +448,6 @@ def test_failing_configuration_check_does_not_stop_training(
 
 
 def test_checked_models_and_optimizers_are_freed(logged: Logged) -> None:
-    import gc
-    import weakref
-
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer)

@@ -40,14 +40,14 @@ class SumOfParameters(nn.Module):
 
 
 @pytest.fixture(params=["by fsdp_c", "by torch"], autouse=True)
-def constructor(request: pytest.FixtureRequest) -> Iterator[str]:
+def constructor(request: pytest.FixtureRequest) -> Iterator[None]:
     """Selects the code that constructs DTensors.
 
     ``bind`` resets the extension to torch's constructor until a probe succeeds.
     """
     if request.param == "by torch":
         _C.bind(**BOUND_OBJECTS)
-    yield request.param
+    yield
     _C.make_dtensors(*_make_sample())
 
 
@@ -119,7 +119,7 @@ def test_gradient_supports_operators_copies_and_deallocation(fake_group: int) ->
     assert [ref() for ref in references] == [None, None]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch may lack the exported symbols")
+@pytest.mark.torch("2.13")  # older torch may lack the exported symbols
 def test_make_dtensors_of_supported_spec_returns_true() -> None:
     assert _C.make_dtensors(*_make_sample())
 

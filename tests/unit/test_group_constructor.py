@@ -44,6 +44,7 @@ def test_group_constructor_replaced_before_the_import_is_not_called_if_the_origi
 ) -> None:
     monkeypatch.setattr(FSDPParamGroup, "__init__", opaque)
     monkeypatch.setattr(group_constructor, "_original", None)
+    group_constructor._warn_of_earlier_replacement.cache_clear()  # it logs once per process
     model = fully_shard(nn.Linear(3, 3))
     assert isinstance(model.weight, DTensor)
     assert "FSDPParamGroup.__init__ was replaced before fsdp_c was imported" in caplog.text

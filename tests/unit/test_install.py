@@ -114,7 +114,7 @@ def test_repeated_install_and_uninstall_change_nothing(fake_group: int) -> None:
         assert (fully_shard.__code__, fsdp_c.fully_shard.__code__) == codes
 
 
-def test_uninstall_removes_all_redirections() -> None:
+def test_repeated_install_and_uninstall_adds_no_redirection() -> None:
     fsdp_c.install()
     before = len(redirect.active)
     fsdp_c.uninstall()
@@ -309,8 +309,8 @@ def run(*arguments: str, env: dict[str, str], cwd: Path) -> subprocess.Completed
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Returns a function that runs PROBE under a value of FSDP_C (None: unset).
 
-    The import of torch calls the entry point if the variable is unset or 1. For the other values,
-    PROBE runs in a process that has imported torch, and calls the entry point itself.
+    For None and 1, PROBE runs in a new interpreter, where the import of torch calls the entry
+    point. For other values, a process that has imported torch calls the entry point, then PROBE.
     """
     folder = tmp_path_factory.mktemp("site")
     outcomes_by_value: dict[str | None, dict[str, Any]] = {}

@@ -66,7 +66,7 @@ def test_wait_for_threads_returns_after_timeout() -> None:
     assert run_program(60) == "False True"
 
 
-def test_wait_for_threads_without_proc_file_system_returns_after_timeout() -> None:
+def test_wait_for_threads_without_proc_file_system_ignores_running_threads() -> None:
     assert run_program(60, "no /proc") == "False True"
 
 

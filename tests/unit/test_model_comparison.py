@@ -147,13 +147,13 @@ def test_last_rank_deletes_the_keys_of_a_comparison(plan: str, store: dist.HashS
         peer.add("read", 1)
 
 
-def fail_at_deadline(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_at_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         plan_store, "get_timeout", lambda group, device_type: plan_store.datetime.timedelta(0)
     )
 
 
-def fail_in_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_in_store(monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(*_: Any) -> None:
         raise dist.DistNetworkError("connection reset")
 
@@ -168,13 +168,13 @@ def fail_in_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_failed_comparison_of_models_logs_a_warning_and_finds_no_difference(
-    fail: Callable[[Any, pytest.MonkeyPatch], None],
+    fail: Callable[[pytest.MonkeyPatch], None],
     reason: str,
     store: dist.HashStore,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fail(store, monkeypatch)
+    fail(monkeypatch)
     assert plan_store.compare(Group(), "a1") is None  # type: ignore[arg-type]
     assert f"process group '7' are not compared: {reason}" in caplog.text
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import warnings
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -576,11 +578,9 @@ class TestFailedCalls:
         assert isinstance(model.layers[0], FSDPModule)
 
     def test_original_parameters_are_freed_after_auto_shard(self, fake_group: int) -> None:
-        import gc
-        import weakref
-
         model = Transformer()
         original = weakref.ref(model.layers[0].mlp[0].weight.untyped_storage())
+        assert original() is not None
         auto_shard(model)
         gc.collect()
         assert original() is None
