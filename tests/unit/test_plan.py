@@ -240,7 +240,7 @@ def test_optimizer_bytes_counts_states_and_temporaries(
 
 
 def test_plan_of_8_billion_parameters_takes_less_than_6_cpu_seconds() -> None:
-    """An idle machine takes two seconds. The limit allows for other processes."""
+    """An idle machine takes one second. The limit allows for other processes."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:

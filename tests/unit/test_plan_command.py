@@ -12,8 +12,6 @@ from releases import has
 
 from fsdp_c._tools import plan_command
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def run_plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return fork_server.run_module("fsdp_c", "plan", *arguments, cwd=cwd)

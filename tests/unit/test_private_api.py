@@ -76,6 +76,17 @@ def test_partial_reduce_output_can_only_be_set_to_none() -> None:
         assert all(param._partial is None for param in group.fsdp_params)
 
 
+@pytest.mark.parametrize("name", ["_unsharded_param", "unsharded_param"])
+def test_unsharded_parameter_before_first_unshard_raises_torchs_error(name: str) -> None:
+    texts = []
+    for shard in IMPLEMENTATIONS:
+        (param,) = group_of(shard(nn.Linear(4, 4, bias=False))).fsdp_params
+        with pytest.raises(AttributeError) as caught:
+            getattr(param, name)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
 # ---- transitions ---------------------------------------------------------------------------------
 
 
@@ -199,14 +210,3 @@ def test_forward_arguments_of_child_unit_are_not_moved_to_device() -> None:
     module = shard_on_meta(Outer())
     assert module(torch.ones(1)).device.type == "cpu"
     assert module.inner.device_types == ["cpu"]
-
-
-@pytest.mark.parametrize("name", ["_unsharded_param", "unsharded_param"])
-def test_unsharded_parameter_before_first_unshard_raises_torchs_error(name: str) -> None:
-    texts = []
-    for shard in IMPLEMENTATIONS:
-        (param,) = group_of(shard(nn.Linear(4, 4, bias=False))).fsdp_params
-        with pytest.raises(AttributeError) as caught:
-            getattr(param, name)
-        texts.append(str(caught.value))
-    assert texts[0] == texts[1]

@@ -30,7 +30,6 @@ START = 5.0
 """Time of the stall: the ranks have published their first positions."""
 FAILURE = START + 1.0
 END = START + LIMIT + 3.0
-GATHER = "all-gather of 'blocks.3' (step 17, forward) of process group '0'"
 SILENT = (
     "process {pid} on host{host} does not answer: it has ended, is stopped, answers late, or "
     "cannot be reached"
