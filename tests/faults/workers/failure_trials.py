@@ -54,7 +54,7 @@ exception of a survivor."""
 HANG = 20.0
 """Seconds after which a survivor counts as hanging."""
 RUN = 0.5
-"""Largest time from the first forward to a signal, in seconds. A step takes about 5 ms."""
+"""Largest time from the begin of the training to a signal, in seconds. A step takes about 5 ms."""
 STEPS = 30
 """Largest number of steps before an exception."""
 TRANSPORTS = {"shared memory": "direct", "gloo": "gloo"}
@@ -67,8 +67,9 @@ class Fault:
 
     place: str
     number: int = 0
-    """The signal that the rank gets, 0: it raises."""
+    """The signal that the rank gets, 0: none."""
     raises_in: str = ""
+    """As in ``trial_rank.Plan``."""
     ends: bool = True
     """Whether the process ends by the fault."""
     pauses: bool = False
@@ -98,16 +99,18 @@ class Survivor:
 
     @property
     def waited_from(self) -> float:
-        """Begin of the wait for the failing rank, by the first report. A busy machine delays it."""
+        """Begin of the wait for the failing rank, by the first report.
+
+        On a busy machine it may be late. It is negative if the failing rank was late itself.
+        """
         for at, text in self.reports[:1]:
             waited = re.search(r"has waited (\d+\.\d) s", text)
-            return max(0.0, at - float(waited[1])) if waited else 0.0
+            return at - float(waited[1]) if waited else 0.0
         return 0.0
 
 
 @dataclass
 class Trial:
-    number: int
     transport: str
     fault: str
     culprit: int
@@ -178,7 +181,7 @@ class Rank:
 def wait_for(ranks: Sequence[Rank], condition: Any, seconds: float) -> bool:
     """Waits until all ranks fulfill the condition. Returns False after ``seconds``."""
     end = time.monotonic() + seconds
-    while not all(condition(rank) for rank in ranks):
+    while not all([condition(rank) for rank in ranks]):  # Rank.poll records when each rank ends
         if time.monotonic() > end:
             return False
         time.sleep(0.005)
@@ -220,7 +223,7 @@ def run_trial(number: int, options: Options, port: int) -> Trial:
             place += "|has no model of fsdp_c that ran"
         survivors = [observe(i, rank, begin, at) for i, rank in enumerate(ranks) if i != culprit]
         output = "".join(rank.output.read_text(errors="replace") for rank in ranks)
-    return Trial(number, options.transport, options.fault, culprit, place, survivors, output)
+    return Trial(options.transport, options.fault, culprit, place, survivors, output)
 
 
 def cause_fault(ranks: list[Rank], culprit: int, fault: Fault, delay: float) -> float:
@@ -273,11 +276,12 @@ def find_misses(trial: Trial, options: Options) -> list[str]:
 
 def find_misses_of(survivor: Survivor, trial: Trial, options: Options) -> list[str]:
     fault, culprit, place = FAULTS[trial.fault], trial.culprit, trial.place
-    slack = options.slack
+    slack, waited_from = options.slack, survivor.waited_from
+    late = max(0.0, waited_from)
     misses = []
     if not fault.ends:
         at = survivor.reports[0][0] if survivor.reports else HANG
-        if at - survivor.waited_from > options.stall_seconds + REPORT_MARGIN + slack:
+        if at - late > options.stall_seconds + REPORT_MARGIN + slack:
             misses.append(f"reported {at:.2f} s after the fault")
     misses += {
         miss for _, text in survivor.reports for miss in find_wrong_lines(text, culprit, place)
@@ -288,9 +292,9 @@ def find_misses_of(survivor: Survivor, trial: Trial, options: Options) -> list[s
         return [*misses, "did not raise"]
     detects_death = fault.ends and trial.transport == "shared memory"
     last = slack + (DEATH_MARGIN if detects_death else options.group_limit + MARGIN)
-    if survivor.raised - survivor.waited_from > last:
+    if survivor.raised - late > last:
         misses.append(f"raised {survivor.raised:.2f} s after the fault")
-    if not fault.ends and survivor.raised < options.group_limit - MARGIN:
+    if not fault.ends and survivor.raised - min(0.0, waited_from) < options.group_limit - MARGIN:
         misses.append(f"raised early, {survivor.raised:.2f} s after the fault")
     if survivor.exited is None:
         misses.append("did not exit")
