@@ -7,6 +7,7 @@ texts of the exceptions of its later steps.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -17,23 +18,18 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from divergence import SIZE, Block, Model
+from interrupt import Exchange, wait_until_blocked
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c
 from fsdp_c._runtime.departures import Departures
 
-LATE = 1.2
-"""Seconds that rank 1 is late."""
-INTERRUPTED = 0.5
-"""Seconds after which rank 0 is interrupted. It waits for rank 1 then."""
+LATE = 0.7
+"""Seconds from the interruption of rank 0 until rank 1 joins."""
 
 
 class Interrupt(Exception):
     pass
-
-
-def interrupt(*unused: Any) -> None:
-    raise Interrupt
 
 
 def make_model(factors: tuple[int, ...] = (2, 1, 3, 4)) -> Any:
@@ -74,13 +70,27 @@ def run_steps(model: Any, count: int, hook: Callable[[torch.Tensor], None]) -> l
 
 
 def interrupt_rank_0_while_rank_1_is_late(rank: int) -> Callable[[torch.Tensor], None]:
-    def hook(grad: torch.Tensor) -> None:
-        if rank == 1:
-            time.sleep(LATE)
-        else:
-            signal.setitimer(signal.ITIMER_REAL, INTERRUPTED)
+    """Returns a hook for both ranks, in which rank 1 waits until rank 0 waits for it."""
+    processes: list[Any] = [None, None]
+    dist.all_gather_object(processes, os.getpid())
+    exchange = Exchange()
 
-    signal.signal(signal.SIGALRM, interrupt)
+    def hook(grad: torch.Tensor) -> None:
+        if rank == 0:
+            exchange.set("waiting")
+            return
+        assert exchange.wait("waiting")
+        wait_until_blocked(processes[0])
+        os.kill(processes[0], signal.SIGUSR1)
+        assert exchange.wait("interrupted")
+        time.sleep(LATE)
+
+    def interrupt(*unused: Any) -> None:
+        exchange.set("interrupted")
+        raise Interrupt
+
+    if rank == 0:
+        signal.signal(signal.SIGUSR1, interrupt)
     return hook
 
 
