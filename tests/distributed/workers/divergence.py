@@ -335,9 +335,10 @@ def train(model: Any, steps: int = 3) -> None:
 def depart_alone(rank: int, world_size: int) -> str:
     """After three equal steps, rank 0 issues a gather of block 2 that the training steps do not
     issue at this point. The other ranks issue nothing."""
-    group = dist.new_group(timeout=timedelta(seconds=2.0))
+    group = dist.new_group()
     model = make_model(group)
     train(model)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2.0), group)
     message = ""
     if rank == 0:
         try:

@@ -26,14 +26,15 @@ CASES = {"raises": 1, "exceeds the limit": 0}
 def main(rank: int, folder: Path, case: str) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    limit = 60.0 if case == "raises" else 1.5
-    group = dist.new_group(timeout=timedelta(seconds=limit))
+    group = dist.new_group(timeout=timedelta(seconds=60))
     mesh = dist.DeviceMesh.from_group(group, "cpu")
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for layer in model:
         fsdp_c.fully_shard(layer, mesh=mesh)
     fsdp_c.fully_shard(model, mesh=mesh)
     model(torch.ones(2, 4)).sum().backward()
+    if case == "exceeds the limit":
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1.5), group)
 
     def fail(*unused: Any) -> None:
         raise ValueError("raised in forward")
