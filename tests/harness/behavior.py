@@ -3,8 +3,8 @@
 A worker module (``behavior_*.py``) defines functions marked ``@scenario(world)``. Each function
 takes an ``Api`` and returns a picklable value. ``outcomes(...)`` runs all scenarios of one world
 size in one launch per implementation, because a launch costs seconds and a scenario milliseconds.
-A file caches the results for all pytest-xdist workers. A scenario that raises does not
-stop the others: its outcome is a ``Raised``.
+Each process caches its launches. A scenario that raises does not stop the others: its outcome is a
+``Raised``.
 """
 
 from __future__ import annotations
@@ -295,7 +295,9 @@ def outcomes(
     if not file.exists():
         results = _launch(implementation, world, modules, only, timeout)
         file.parent.mkdir(exist_ok=True, parents=True)
-        file.write_bytes(pickle.dumps(results))
+        partial = file.with_suffix(f".{os.getpid()}")  # another worker may read or write the file
+        partial.write_bytes(pickle.dumps(results))
+        partial.rename(file)
     return _load(file)
 
 

@@ -120,6 +120,8 @@ class _Launch:
         self.world_size = world_size
         self.is_script = isinstance(target, (str, Path))
         self.fresh = fresh
+        if self.is_script:
+            self.reserved = _reserve_port()
         payload = {
             "target": str(target) if self.is_script else _name_of(target),
             "is_script": self.is_script,
@@ -138,6 +140,8 @@ class _Launch:
             codes = [process.poll() for process in processes]
             for process in processes:
                 _stop(process)
+            if self.is_script:
+                self.reserved.close()
         if reason is not None:
             raise RanksFailed(reason, [self._report(r, code) for r, code in enumerate(codes)])
         if self.is_script:
@@ -157,9 +161,8 @@ class _Launch:
             "PYTHONUNBUFFERED": "1",
         }
         if self.is_script:
-            if not hasattr(self, "port"):
-                self.port = _free_port()
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+            port = self.reserved.getsockname()[1]
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         arguments = [str(self.folder), str(rank)]
         with self._output(rank).open("wb") as output:
             if not self.fresh:
@@ -215,10 +218,15 @@ def _name_of(target: Callable[..., Any]) -> tuple[str, str]:
     return target.__module__, name
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _reserve_port() -> socket.socket:
+    """Returns a socket that is bound to a free port, and keeps other programs from this port.
+
+    Rank 0 can listen on the port, because its store and this socket set SO_REUSEADDR.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def _print_stacks(processes: list[Process]) -> None:
