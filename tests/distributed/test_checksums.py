@@ -13,6 +13,7 @@ FLIPS = int(os.environ.get("FSDP_C_FLIPS") or 100)
 HASH = {"FSDP_C_GUARD": "hash"}
 
 
+@pytest.mark.timeout(300 + FLIPS)
 @pytest.mark.parametrize("transport", ["gloo", "direct"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_each_flipped_bit_raises_in_its_step_and_training_continues(

@@ -244,7 +244,7 @@ def test_interrupted_example_ends_both_ranks_with_a_short_message(
         assert process.stdout is not None
         assert process.stdout.readline().startswith("Training with")
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/faults/workers/fuzz.py"
 EXAMPLES = int(os.environ.get("FSDP_C_FUZZ", "30"))
 """Number of generated programs. They are the same in each run; run ``fuzz.py`` for other seeds."""
 
 
+@pytest.mark.timeout(300 + 4 * EXAMPLES)
 def test_extension_types_with_random_calls_do_not_crash() -> None:
     env = {**os.environ, "PYTHONMALLOC": "debug", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(

@@ -127,7 +127,7 @@ def test_run_grid_with_error_on_one_rank_keeps_other_records(tmp_path: Path) -> 
     settings = [PLAIN, replace(PLAIN, reshard=True), PLAIN]
     raising = "test_harness:fully_shard_raising_on_rank_1"
     lost = run_grid(
-        raising, settings, Launch(2), tmp_path, is_under_test=True, collective_seconds=5
+        raising, settings, Launch(2), tmp_path, is_under_test=True, collective_seconds=15
     )
     torch_records = run_grid("torch", settings, Launch(2), tmp_path, is_under_test=False)
     assert lost[1][1][-1] == ("error", "ValueError: lost")
