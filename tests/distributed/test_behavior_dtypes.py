@@ -1,4 +1,4 @@
-"""Complex, integer and float8 parameters match torch where torch's FSDP2 supports them."""
+"""Dtypes of parameters and gradients match torch where torch's FSDP2 supports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenarios of parameters of complex, integer and float8 dtypes."""
+"""Scenarios of complex, integer and float8 parameters, and of the dtypes of gradients."""
 
 from __future__ import annotations
 

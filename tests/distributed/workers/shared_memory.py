@@ -396,8 +396,9 @@ def _train_one_step_in_each(model: nn.Sequential, contexts: list[Any]) -> Tensor
 
 
 def record_prefetches(rank: int, world: int) -> dict[int, tuple[list[bool], bool]]:
-    """Maps each width to two results. The first is, for each step, whether the gather of the first
-    unit is in flight when the last unit has its gradients. The second is whether bits equal gloo's.
+    """Maps each width to two results. The first is, for each step from the third on, whether the
+    gather of the first unit is in flight when the last unit has its gradients. The second is
+    whether bits equal gloo's.
 
     The last rank may use all CPUs of the host, the others one. The last rank uses torch's functions
     in three steps, and a dispatch mode in one.

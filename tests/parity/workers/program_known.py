@@ -1,6 +1,7 @@
 """Rules for known differences between torch and fsdp_c, each with its reason.
 
-A program is compared up to the operation at which a rule holds.
+A program is compared up to the first operation at which a rule holds. If the state is still the
+same (``can_continue``), the comparison continues.
 """
 
 from __future__ import annotations

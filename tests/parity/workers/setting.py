@@ -70,7 +70,7 @@ class Setting:
     evaluate: bool = False
     """An evaluation under no_grad after each step."""
     hooks: bool = False
-    """Module hooks that record their arguments."""
+    """Hooks that record gradients, which they halve, and the forwards of modules."""
     ignored: bool = False
     """ignored_params"""
     state: str | None = None
@@ -100,8 +100,8 @@ class Setting:
     optim_event: bool = False
     """set_post_optim_event after each optimizer step"""
     extension: str | None = None
-    """Parameters are tensor subclasses with all-gather extensions. one, five: the number of
-    arguments of fsdp_pre_all_gather."""
+    """Parameters are tensor subclasses with all-gather extensions. "one argument" and "five
+    arguments" are those of fsdp_pre_all_gather."""
     inference: bool = False
     """An evaluation under inference_mode after each step."""
     compiled: str | None = None
