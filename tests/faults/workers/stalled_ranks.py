@@ -34,9 +34,9 @@ class ReportFile(logging.Handler):
         if "has waited" not in text:
             return
         self.count += 1
-        (self.folder / "part").with_suffix(f".{self.rank}").write_text(text)
-        report = self.folder / f"report{self.rank}-{self.count}"
-        (self.folder / f"part.{self.rank}").rename(report)
+        partial = self.folder / f"partial{self.rank}"
+        partial.write_text(text)
+        partial.rename(self.folder / f"report{self.rank}-{self.count}")
         if all((self.folder / f"report{rank}-1").exists() for rank in WAITING):
             os.kill(self.culprit, signal.SIGCONT)
 

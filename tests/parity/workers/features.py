@@ -360,7 +360,7 @@ def offload(tools: Tools) -> Record:
 # ---- tensor and pipeline parallelism ----
 
 
-def _tensor_parallel(tools: Tools, mesh: DeviceMesh) -> nn.Sequential:
+def _tensor_parallel(mesh: DeviceMesh) -> nn.Sequential:
     model = blocks()
     for block in model:
         parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -370,13 +370,13 @@ def _tensor_parallel(tools: Tools, mesh: DeviceMesh) -> nn.Sequential:
 @case
 def tensor_parallel(tools: Tools) -> Record:
     mesh = tools.mesh("dp", "tp")
-    return tools.train(tools.shard(_tensor_parallel(tools, mesh), mesh=mesh["dp"]))
+    return tools.train(tools.shard(_tensor_parallel(mesh), mesh=mesh["dp"]))
 
 
 @case
 def tensor_parallel_mixed_accumulated(tools: Tools) -> Record:
     mesh = tools.mesh("dp", "tp")
-    model = tools.shard(_tensor_parallel(tools, mesh), mesh=mesh["dp"], mp_policy=MIXED)
+    model = tools.shard(_tensor_parallel(mesh), mesh=mesh["dp"], mp_policy=MIXED)
     return tools.train(model, micro=2, sync=_all_sync)
 
 
