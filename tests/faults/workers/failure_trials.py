@@ -181,11 +181,13 @@ class Rank:
 def wait_for(ranks: Sequence[Rank], condition: Any, seconds: float) -> bool:
     """Waits until all ranks fulfill the condition. Returns False after ``seconds``."""
     end = time.monotonic() + seconds
-    while not all([condition(rank) for rank in ranks]):  # Rank.poll records when each rank ends
+    while True:
+        fulfilled = [condition(rank) for rank in ranks]  # Rank.poll records when each rank ends
+        if all(fulfilled):
+            return True
         if time.monotonic() > end:
             return False
         time.sleep(0.005)
-    return True
 
 
 def run_trial(number: int, options: Options, port: int) -> Trial:
