@@ -47,6 +47,11 @@ def fully_shard_raising_on_rank_1(module: Any, **kwargs: Any) -> Any:
     return fully_shard(module, **kwargs)
 
 
+def fully_shard_ending_its_thread(*args: Any, **kwargs: Any) -> None:
+    """Raises an exception that no setting records."""
+    raise KeyboardInterrupt
+
+
 def test_grid_depends_on_seed_only() -> None:
     assert generate(3, 220) == generate(3, 220)
     assert generate(3, 220) != generate(4, 220)
@@ -121,6 +126,12 @@ def test_run_grid_on_threads_detects_differences_and_errors(tmp_path: Path) -> N
         assert any(METHODS[0].strip("_") in label for label, _ in torch_records[2][rank])
         assert any("allreduce" in label for label, _ in torch_records[2][rank])
         assert differences(torch_records[2][rank], fsdp_c_records[2][rank]) == []
+
+
+def test_run_grid_raises_if_thread_ranks_end_without_a_record(tmp_path: Path) -> None:
+    ending = "test_harness:fully_shard_ending_its_thread"
+    with pytest.raises(RuntimeError, match="no setting has the records of all ranks"):
+        run_grid(ending, [PLAIN], Launch(2, threads=True), tmp_path, is_under_test=True)
 
 
 def test_run_grid_with_error_on_one_rank_keeps_other_records(tmp_path: Path) -> None:

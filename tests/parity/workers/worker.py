@@ -58,7 +58,8 @@ def run_grid(
     run_ranks. Thread ranks always need fresh interpreters, because MKL reads its environment once.
 
     If a rank died during a setting, all its ranks have the single entry ("crash", report). Settings
-    after ``max_crashes`` crashes have the single entry ("not run", reason).
+    after ``max_crashes`` crashes have the single entry ("not run", reason). Raises RuntimeError if
+    ranks end without a record, as a thread does after an exception that no setting records.
     """
     results: list[RankRecords] = []
     launches = crashes = 0
@@ -87,6 +88,8 @@ def run_grid(
         results += [[records[i] for records in per_rank] for i in range(completed)]
         launches += 1
         if crash is None:
+            if completed == 0:  # a new launch would end in the same way
+                raise RuntimeError(f"no setting has the records of all ranks: {launch_folder}")
             continue
         crashes += 1
         if len(results) < len(settings):
