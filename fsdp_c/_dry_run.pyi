@@ -1,6 +1,5 @@
 """The core of fsdp_c without memory: it counts bytes and records events (``csrc/dry_run``)."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 class Event(NamedTuple):
@@ -29,7 +28,7 @@ class Event(NamedTuple):
 def run(
     units: list[dict[str, Any]],
     states: list[dict[str, Any]],
-    calls: Sequence[tuple[Any, ...]],
+    calls: list[tuple[Any, ...]],
     *,
     streams: bool = False,
 ) -> tuple[list[Event], int]:

@@ -44,7 +44,7 @@ void op_agreement_add(op_agreement *a, const fct_op_tag *tag) {
         a->entries[a->total % OP_ENTRIES] = entry;
     }
     a->count++;
-    a->total++;
+    atomic_store_explicit(&a->total, a->total + 1, memory_order_release);
 }
 
 bool op_agreement_is_needed(const op_agreement *a) {
@@ -250,12 +250,18 @@ int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference) 
 }
 
 uint64_t op_agreement_label_at(const op_agreement *a, uint64_t number) {
-    if (a->entries == NULL || number >= a->total || number + OP_ENTRIES < a->total) {
+    if (number >= atomic_load_explicit(&a->total, memory_order_acquire) || a->entries == NULL) {
         return 0;
     }
-    const op_entry *entry = &a->entries[number % OP_ENTRIES];
-    return entry->hash == 0 ? 0
-                            : add_label(FCT_HASH_EMPTY, (fct_op_kind)entry->kind, &entry->label);
+    const op_entry entry = a->entries[number % OP_ENTRIES];
+    atomic_thread_fence(memory_order_acquire);
+    /* The next collective overwrites the oldest entry before it is counted, so that entry is not
+     * used either. */
+    if (entry.hash == 0 ||
+        number + OP_ENTRIES <= atomic_load_explicit(&a->total, memory_order_relaxed)) {
+        return 0;
+    }
+    return add_label(FCT_HASH_EMPTY, (fct_op_kind)entry.kind, &entry.label);
 }
 
 /* ---- lists of two ranks ---- */

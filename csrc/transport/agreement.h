@@ -4,10 +4,13 @@
  * and the ranks compare the hashes at the end of a backward. With the guard mode "hash" the ranks
  * also compare checksums of data, over shared memory too. An interval is the collectives between
  * two agreements. The struct belongs to the negotiation of the process group, and the GIL guards
- * it. Precondition of all functions: the struct was zeroed before its first use. */
+ * it. Exception: on devices with streams, op_agreement_add may run without the GIL (bridge/gil.h),
+ * while another thread calls op_agreement_label_at. Precondition of all functions: the struct was
+ * zeroed before its first use. */
 #ifndef FSDP_C_TRANSPORT_AGREEMENT_H
 #define FSDP_C_TRANSPORT_AGREEMENT_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -18,9 +21,10 @@
 enum { OP_ENTRIES = 512, FCT_DIFFERENCE_BYTES = 416 };
 
 typedef struct op_agreement {
-    uint64_t hash;     /* of the labels of the open interval */
-    uint64_t count;    /* collectives of the open interval */
-    uint64_t total;    /* collectives of all intervals */
+    uint64_t hash;  /* of the labels of the open interval */
+    uint64_t count; /* collectives of the open interval */
+    /* Collectives of all intervals. Stored after the entry of the latest one. */
+    _Atomic uint64_t total;
     bool unknown;      /* a collective of the open interval has no label */
     op_entry *entries; /* [OP_ENTRIES] the latest collectives, by number; NULL: none */
     /* The latest closed interval, until its round is read. */
@@ -52,7 +56,7 @@ FCT_CHECK int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued);
 FCT_CHECK int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference);
 
 /* Returns the hash of the label of a collective by its number, or 0 without a label, or if the
- * collective is not among the latest. */
+ * collective is not among the latest OP_ENTRIES - 1. */
 uint64_t op_agreement_label_at(const op_agreement *a, uint64_t number);
 
 /* The ranks describe a collective that they are about to issue, which differs between rank 0 and

@@ -3,8 +3,9 @@
  *
  * Every collective is one op of namespace c10d, with every transport. So CommDebugMode, the flight
  * recorder and tests count the same ops. Exception: collectives of chunks, which are issued only if
- * nothing observes the ops. All functions need the GIL. The conventions of bridge/types.h apply.
- * Precondition: `pg` is not NULL. */
+ * nothing observes the ops. All functions need the GIL, except that collectives and
+ * fct_compare_plan of devices with streams may run in a scope of bridge/gil.h. The conventions of
+ * bridge/types.h apply. Precondition: `pg` is not NULL. */
 #ifndef FSDP_C_TRANSPORT_TRANSPORT_H
 #define FSDP_C_TRANSPORT_TRANSPORT_H
 

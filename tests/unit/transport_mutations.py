@@ -251,6 +251,13 @@ TRANSPORT_MUTATIONS = {
         "test_agreement",
         "[  FAILED  ] rank_with_unknown_collectives_is_equal_to_every_rank",
     ),
+    "label is read from the entry that the next collective overwrites": Mutation(
+        "agreement",
+        "number + OP_ENTRIES <= atomic_load",
+        "number + OP_ENTRIES < atomic_load",
+        "test_agreement",
+        "[  FAILED  ] label_is_readable_until_its_entry_is_the_next_to_be_overwritten",
+    ),
     "agreement starts before round 1 is read": Mutation(
         "negotiation",
         "    if (needed && n->capabilities != NULL &&",
