@@ -136,7 +136,7 @@ static const char *find_defect(const fct_facts *facts, int64_t numel, fct_dtype 
         return "has no memory of its own that can be read";
     }
     if (facts->numel != numel) {
-        return "has another number of elements than it was given room for";
+        return "changed its number of elements since it was initialized";
     }
     if (!facts->contiguous) {
         return "is not contiguous";

@@ -432,8 +432,8 @@ static void invalid_shard_is_refused_with_name_and_reason(void **state) {
     sim_begin((sim_config){.seed = 1});
     expect_invalid_shard(
         gradient_of(1, three, FCK_FLOAT32),
-        "the shard of parameter 'lm_head.weight' has another number of elements than it "
-        "was given room for: 3 elements of torch.float32 in a storage of 12 bytes; "
+        "the shard of parameter 'lm_head.weight' changed its number of elements since it was "
+        "initialized: 3 elements of torch.float32 in a storage of 12 bytes; "
         "expected 2 of torch.float32");
     expect_invalid_shard(
         gradient_of(1, two, FCK_BFLOAT16),
