@@ -73,7 +73,7 @@ ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/
 	tests/distributed/test_behavior_training.py tests/distributed/test_behavior_backwards.py \
 	tests/distributed/test_behavior_groups.py tests/distributed/test_behavior_replicate.py
 # Files of tests/unit that test-fast excludes, because they start interpreters or compute estimates.
-NOT_FAST := bench build check compare install mutations plan typing wheel
+NOT_FAST := bench build check compare install mutations plan python_mutations typing wheel
 # The `pythonpath` of pyproject.toml without the repository root.
 TESTS_PATH := tests/harness tests/distributed/workers tests/parity/workers tests/faults/workers tests/accelerator/workers
 
