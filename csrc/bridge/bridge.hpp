@@ -2,8 +2,8 @@
  * translation of C++ exceptions to Python errors, fault injection, and references to the owners of
  * hooks.
  *
- * Invariant: no C++ exception leaves an extern "C" function. Each fallible function passes its body
- * to guarded(). */
+ * Invariant: no C++ exception leaves an extern "C" function. Most fallible functions pass their
+ * body to guarded(). Functions that inject no faults call set_error() in a catch block. */
 #ifndef FSDP_C_BRIDGE_BRIDGE_HPP
 #define FSDP_C_BRIDGE_BRIDGE_HPP
 

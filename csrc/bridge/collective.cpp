@@ -6,11 +6,11 @@
  * for.
  *
  * Waits for gloo must be interruptible by signals, and gloo's works do not handle them. Waits for
- * works that can be polled are divided into slices. Two kinds of works make progress only inside
- * wait() and cannot be polled: gloo's reduce-scatter, and collectives larger than the ring of the
- * shared-memory backend. Such works go to the progress thread of the group when they are issued.
- * Then they progress in the background, and can be polled. The thread owns a reference to its works
- * and calls no Python. When the group is released, the thread exits after its last work.
+ * works that can be polled are divided into slices. Two kinds of works do not progress in the
+ * background: gloo's reduce-scatter, which cannot be polled, and collectives larger than the ring
+ * of the shared-memory backend. Such works go to the progress thread of the group when they are
+ * issued. Then they progress in the background, and can be polled. The thread owns a reference to
+ * its works and calls no Python. When the group is released, the thread exits after its last work.
  *
  * Waits for works of other backends are not divided. With streams, wait() returns at once. Backends
  * without streams may not support polling. */
@@ -32,7 +32,6 @@
 
 #include <memory>
 #include <optional>
-#include <system_error>
 
 using fct::backend_kind;
 using fct::BackendKind;
@@ -165,8 +164,8 @@ class TransportGroup {
     std::optional<fct::ScopedShmBackend> scope_;
 };
 
-/* Whether isCompleted() is valid. Works of gloo that progress only inside wait() have the operation
- * type UNKNOWN. */
+/* Whether the work completes without a thread that waits for it, and isCompleted() is valid. Other
+ * works of gloo and of the shared-memory backend have the operation type UNKNOWN. */
 bool can_poll(const fct_work &work) {
     return work.kind != BackendKind::gloo || work.work->retrieveOpType() != c10d::OpType::UNKNOWN;
 }

@@ -69,9 +69,10 @@ FCT_CHECK int fct_pg_reduce_chunks(fct_pg *pg, fct_tensor *output, fct_tensor *c
                                    fct_work **work);
 
 /* Waits for a work. On devices with streams the call orders the current stream after the work and
- * returns at once. On the CPU the call blocks with the GIL released, in slices. Signal handlers run
- * between slices, at most 0.2 s after the signal. If a handler raises, the function returns -1 and
- * the work still runs. An error of the collective is raised with torch's exception type. */
+ * returns at once. On the CPU the call blocks with the GIL released, for gloo and shared memory in
+ * slices. Signal handlers run between slices, at most 0.2 s after the signal. If a handler raises,
+ * the function returns -1 and the work still runs. Waits for other backends run no signal handlers.
+ * An error of the collective is raised with torch's exception type. */
 FCT_CHECK int fct_work_wait(fct_work *work);
 /* Whether the work has completed, with or without an error. Also returns true if the backend cannot
  * be polled. */

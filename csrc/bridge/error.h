@@ -8,12 +8,12 @@
 extern "C" {
 #endif
 
-/* For tests. fct_fault_arm() makes a call of a fallible function fail with
- * RuntimeError("injected fault ..."): the n-th call that this thread makes from now on. All
- * fallible functions of this folder count, and those that call fct_fault. With n = 0 the fault is
- * disarmed. fct_fault_left() returns the number of remaining calls (0: disarmed or fired). The
- * counter is thread-local. While a fault is armed, fct_work_done() returns false, so that the order
- * of calls does not depend on timing. */
+/* For tests. fct_fault_arm() makes a call of a fallible function fail with RuntimeError("injected
+ * fault ..."): the n-th call that this thread makes from now on. All fallible functions of this
+ * folder count, except fct_exchange_start, fct_exchange_wait and fct_py_dtype. Functions that call
+ * fct_fault count, too. With n = 0 the fault is disarmed. fct_fault_left() returns the number of
+ * remaining calls (0: disarmed or fired). The counter is thread-local. While a fault is armed,
+ * fct_work_done() returns false, so that the order of calls does not depend on timing. */
 void fct_fault_arm(int64_t n);
 int64_t fct_fault_left(void);
 /* A fallible function outside of this folder calls this first, with its own name. Returns 0, or -1

@@ -10,8 +10,8 @@ extern "C" {
 
 typedef struct fct_pg fct_pg; /* c10d::ProcessGroup, reference-counted */
 
-/* Returns the handle of the group with this registered name (pg.group_name). A group has one
- * handle, which its users share. */
+/* Writes a new reference to the handle of the group with this registered name (pg.group_name). A
+ * group has one handle, which its users share. */
 FCT_CHECK int fct_pg_resolve(const char *name, fct_pg **out);
 void fct_pg_retain(fct_pg *pg);  /* adds an owner of the handle; needs no GIL */
 void fct_pg_release(fct_pg *pg); /* NULL is allowed */

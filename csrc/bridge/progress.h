@@ -1,4 +1,5 @@
-/* The progress thread of a process group: it waits for collectives that progress only in a wait.
+/* The progress thread of a process group. It waits for collectives that do not progress in the
+ * background by themselves.
  *
  * Preconditions: the caller owns a reference to the task. A progress_thread is freed once. */
 #ifndef FSDP_C_BRIDGE_PROGRESS_H

@@ -14,9 +14,9 @@
  * depends only on sizes and dtypes, which are equal on all ranks. A group uses gloo's collectives
  * if its ranks span hosts, or if a rank has no shared memory.
  *
- * A collective that is larger than the ring makes progress only inside wait(). The progress thread
- * of the group waits for such a collective (progress.h). Its work has the operation type
- * UNKNOWN, like gloo's reduce-scatter. */
+ * A collective that is larger than the ring makes progress only while a thread waits for it or
+ * polls it. The progress thread of the group waits for such a collective (progress.h). Its work has
+ * the operation type UNKNOWN, like gloo's reduce-scatter. */
 #include "shm_backend.hpp"
 
 #include "shm_work.hpp"
@@ -118,8 +118,8 @@ class ShmBackend : public c10d::Backend {
         return start(std::move(work), require_transport(), shards);
     }
 
-    /* The methods below forward to the fallback. They are called only inside a ScopedShmBackend, by
-     * another thread, or by a dispatch mode that handles a collective. */
+    /* The methods up to barrier() forward to the fallback. They are called only inside a
+     * ScopedShmBackend, by another thread, or by a dispatch mode that handles a collective. */
     c10::intrusive_ptr<Options> getBackendOptions() override {
         return fallback_->getBackendOptions();
     }

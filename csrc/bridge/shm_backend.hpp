@@ -12,8 +12,8 @@
 namespace fct {
 
 /* Registers a ShmBackend with the group, under a backend type that the group does not use. The
- * group calls only the backend's shutdown() and abort(), which close the negotiation. Returns false
- * if the CPU backend is not gloo. Needs the GIL. */
+ * group calls only the backend's setTimeout(), which has no effect, and its shutdown() and abort(),
+ * which close the negotiation. Returns false if the CPU backend is not gloo. Needs the GIL. */
 bool add_shm_backend(c10d::ProcessGroup &group, const fct_shm_methods &methods,
                      shm_negotiation *negotiation);
 

@@ -80,9 +80,9 @@ typedef struct fct_shm_methods {
 } fct_shm_methods;
 
 /* Adds the shared-memory backend to the group, under a backend type that the group does not use.
- * The group calls only the backend's shutdown() and abort(), which close the negotiation. Retains
- * the negotiation. `methods` must live as long as the process. Writes false to *added if the CPU
- * backend is not gloo. */
+ * The group calls only the backend's setTimeout(), which has no effect, and its shutdown() and
+ * abort(), which close the negotiation. Retains the negotiation. `methods` must live as long as the
+ * process. Writes false to *added if the CPU backend is not gloo. */
 FCT_CHECK int fct_pg_add_shm_backend(fct_pg *pg, const fct_shm_methods *methods,
                                      shm_negotiation *negotiation, bool *added);
 

@@ -29,9 +29,9 @@ struct RankShards {
     bool checksums = false; /* of each segment of each rank */
 };
 
-/* One collective and the tensors that it uses. If all its messages fit into the ring at issue, the
- * work can be polled. Otherwise only wait() completes the work, and its operation type is UNKNOWN,
- * like that of gloo's reduce-scatter. */
+/* One collective and the tensors that it uses. If its messages do not fit into the ring at issue,
+ * the work progresses only inside wait() and isCompleted(), and its operation type is UNKNOWN, like
+ * that of gloo's reduce-scatter. */
 class ShmWork : public c10d::Work {
   public:
     /* `tensors` stay alive until completion. For a reduce-scatter and an all-reduce the first
