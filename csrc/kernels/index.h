@@ -70,14 +70,9 @@ FCK_FN int32_t fck_float_size(fck_dtype dtype) {
     }
 }
 
-FCK_FN int fck_is_basic_float(fck_dtype dtype) {
-    return dtype == FCK_FLOAT16 || dtype == FCK_BFLOAT16 || dtype == FCK_FLOAT32 ||
-           dtype == FCK_FLOAT64;
-}
-
 /* Returns 1 if the kernels of all devices can convert `src` to `dst`, or if the types are equal. */
 FCK_FN int fck_castable(fck_dtype src, fck_dtype dst) {
-    return src == dst || (fck_is_basic_float(src) != 0 && fck_is_basic_float(dst) != 0);
+    return src == dst || (fck_float_size(src) != 0 && fck_float_size(dst) != 0);
 }
 
 /* Returns the size of a destination element in bytes: the gradient's itemsize if the types are

@@ -19,8 +19,8 @@
 extern "C" {
 #endif
 
-/* Element types, with torch's ScalarType numbers (asserted in csrc/bridge). Elements of any other
- * type can be moved (equal source and destination type) but not cast. */
+/* Element types, with torch's ScalarType numbers. Elements of any other type can be moved (equal
+ * source and destination type) but not cast. */
 typedef int32_t fck_dtype;
 enum {
     FCK_UINT8 = 0,
@@ -80,8 +80,9 @@ enum { FCK_RANGES = 2 }; /* per launch */
  * It is a multiple of the size of each dtype. The last piece may be shorter. */
 enum { FCK_CHECKSUM_PIECE = 1 << 16 };
 
-/* The kernels of one device type. Every function returns NULL on success, else a static message
- * with the reason of the failure. */
+/* The kernels of one device type. Functions that return a string return NULL on success, else a
+ * message with the reason of the failure. The message is valid until the next call of this thread.
+ */
 typedef struct fck_backend {
     const char *name;
     const char *(*pack)(const fck_segment *segments, size_t count, void *stream);
