@@ -1,5 +1,5 @@
-/* The callbacks of the core (core/callbacks.h): for a Param, and for a ParamGroup whose data the
- * Python layer moves. Every callback runs with the GIL held. */
+/* The callbacks of the core (core/callbacks.h), for a Param and for a ParamGroup. Every callback
+ * runs with the GIL held. */
 #include "callbacks.h"
 
 #include "../bridge/pyobject.h"

@@ -293,9 +293,9 @@ static PyMethodDef module_methods[] = {
      "layout_cache keeps its results."},
     {"local_group", (PyCFunction)(void (*)(void))fcpy_local_group, METH_FASTCALL,
      "local_group(params, state, keys, layout_cache, layouts_equal): converts the optimizer group "
-     "like local_lists. Returns a list of the parameters with gradients, then the lists of their "
-     "local tensors, of the gradients, and of state[param][key] for each key. For a key of None "
-     "the list is empty. Returns None if a state is missing, a layout differs, or a parameter or "
+     "like local_lists. Returns a tuple of lists: the parameters with gradients, their local "
+     "tensors, the gradients, and state[param][key] for each key. For a key of None the list is "
+     "empty. Returns None if a state is missing, a layout differs, or a parameter or "
      "gradient is complex or sparse."},
     {"kernels_of", module_kernels_of, METH_O,
      "kernels_of(device): returns the name of the kernels that pack and unpack on this "
@@ -350,8 +350,8 @@ static PyMethodDef module_methods[] = {
      "checksum_intervals(group): returns the latest intervals of checksums on a device with "
      "streams, as tuples of their numbers and of their hashes; 0: unknown."},
     {"checksum_entries", fcpy_checksum_entries, METH_VARARGS,
-     "checksum_entries(group, number): returns 0 and the checksums of an interval, as the entries "
-     "of collective_entries."},
+     "checksum_entries(group, number): returns 0 and the first 2048 checksums of an interval, in "
+     "the format of collective_entries."},
     {"collective_labels", fcpy_collective_labels, METH_VARARGS,
      "collective_labels(group, first): returns the number of the first of the collectives from "
      "`first` on that are known, and the hashes of their labels, 0: no label."},

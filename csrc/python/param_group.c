@@ -468,8 +468,7 @@ static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
         }
         const bool is_pair = PyTuple_Check(sources[i]);
         if (!is_pair) {
-            PyErr_Format(PyExc_TypeError, "expected (name, process group) or None, got %R",
-                         sources[i]);
+            PyErr_Format(PyExc_TypeError, "expected (name, source) or None, got %R", sources[i]);
         }
         if (!is_pair || !PyArg_ParseTuple(sources[i], "sO", &name, &group) ||
             fct_py_allocator(name, group, &allocators[i]) != 0) {
@@ -521,13 +520,14 @@ static PyMethodDef group_methods[] = {
      "name. If name is None too, the group has no process group for them."},
     {"_set_memory", group_set_memory, METH_VARARGS,
      "_set_memory(gather, reduce): sets the allocators of the buffers of all-gathers and of "
-     "reduce-scatters: (name, process group), or None for torch's allocator."},
+     "reduce-scatters: (name, source), or None for torch's allocator. The source is a process "
+     "group, or an object of torch that allocates."},
     {"_set_unit", group_set_unit, METH_VARARGS,
      "_set_unit(unit, index, siblings): sets the State of the fully_shard call, and the group's "
      "index among the groups of that State."},
     {"unshard", (PyCFunction)(void (*)(void))group_unshard, METH_VARARGS | METH_KEYWORDS,
      "unshard(async_op=False): starts the all-gather, unless an all-gather is in flight or the "
-     "group is unsharded."},
+     "group is unsharded. Shards that changed between steps are gathered again."},
     {"reshard", group_reshard, METH_NOARGS,
      "Registers the sharded parameters and frees the unsharded ones."},
     {"_to_sharded", group_to_sharded, METH_NOARGS, "reshard() in any training state."},
@@ -546,7 +546,8 @@ static PyMethodDef group_methods[] = {
     {"_reset_iter_state", group_reset, METH_NOARGS,
      "Resets the group to sharded and idle, and drops partial gradients."},
     {"_invalidate", group_invalidate, METH_NOARGS,
-     "Marks the gather plan as stale; the next unshard makes a new plan."},
+     "Marks the gather plan and the buckets as stale. The next unshard makes a new plan, and the "
+     "next forward new buckets."},
     {"_drop_sharded_grads", group_drop_sharded_grads, METH_NOARGS,
      "Sets grad of the sharded parameters to None."},
     {"_check", group_check, METH_NOARGS,

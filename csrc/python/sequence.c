@@ -5,7 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Returns the handle of a process group and its negotiation, or -1 with a Python exception. */
+/* Writes a new reference to the handle of a process group, and borrows its negotiation. Returns -1
+ * with a Python exception on failure. */
 static int find_group(const char *name, fct_pg **pg, shm_negotiation **negotiation) {
     if (fct_pg_resolve(name, pg) != 0) {
         return -1;

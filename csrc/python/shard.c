@@ -4,8 +4,9 @@
  * Users may replace the local tensor of the sharded parameter: through `_local_tensor`, `.data` or
  * swap_tensors. Therefore the Param records pointers to the tensors (fcpy_param.shard_identity)
  * when the core receives the shard. Each gather compares the pointers first. Version counters
- * detect changed values: the core's tensor shares the counter of the local tensor. Optimizers do
- * not bump version counters, so count_step does. */
+ * detect changed values: the core's tensor shares the counter of the local tensor. DTensor's
+ * operators do not bump the counter of the local tensor, so count_step does after optimizer.step().
+ */
 #include "shard.h"
 
 #include "../bridge/pyobject.h"

@@ -372,7 +372,8 @@ static PyMethodDef state_methods[] = {
      "and no copy of a module has its hooks."},
     {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
      "Callback at the end of a backward."},
-    /* ---- names of torch's private interface; fsdp_c itself does not use them ---- */
+    /* ---- names of torch's private interface; fsdp_c calls these only if they are overridden, or
+     * under functorch ---- */
     {"_root_pre_forward", state_root_pre_forward, METH_VARARGS,
      "_root_pre_forward(module, args, kwargs) -> (args, kwargs): begins an iteration; later calls "
      "in the iteration have no effect."},

@@ -1,7 +1,6 @@
-/* Traversal of forward arguments and outputs. C code traverses the common structures: a tensor, or
- * a tuple or dict of tensors and plain scalars. Bound Python functions traverse nested structures,
- * and also support namedtuples, dataclasses and other containers. They also cast tensor subclasses.
- */
+/* Traversal of forward arguments and outputs. C code handles the common cases: args and kwargs
+ * whose items are tensors and plain scalars, and an output that is one tensor or scalar. Bound
+ * Python functions traverse all other structures, and cast tensor subclasses. */
 #include "tree.h"
 
 #include "../bridge/pyobject.h"
