@@ -17,8 +17,8 @@
  * rounds. All users of the group share the object, which is reference-counted.
  *
  *     pending     The results of round 1 are not read yet. In round 1 each rank sends whether it
- *                 accepts shared memory, the handle of its ring, and its number of parameter
- *                 groups.
+ *                 accepts shared memory, the handle of its ring, its number of users of the
+ *                 process group (group_negotiation.h), the hash of its plan, and flags.
  *     connecting  All ranks accept. In round 2 each rank sends whether it mapped all rings. A rank
  *                 issues round 2 before its first gather or reduction after round 1, which is the
  *                 same collective on all ranks.
@@ -28,10 +28,9 @@
  * A rank does not wait where it issues a round, because its peers may be anywhere in their
  * programs, unless the rank waits there for its gather anyway (shm_negotiation_compare_plan). If a
  * rank does not wait in round 1, gloo moves the `fallback_gathers` gathers that follow a round.
- * `fallback_gathers` is the largest number of parameter groups on any rank. Before a rank issues
- * one more gather, it has waited for one of these gathers. So its peers have issued that gather,
- * and the round before it.
- */
+ * `fallback_gathers` is the largest number of users on any rank. Before a rank issues one more
+ * gather, it has waited for one of these gathers. So its peers have issued that gather, and the
+ * round before it. */
 typedef struct shm_negotiation shm_negotiation;
 
 /* The collective for which a transport is requested. A reduce-scatter may wait for round 1, because
@@ -55,10 +54,10 @@ void shm_negotiation_release(shm_negotiation *n); /* NULL is allowed */
 typedef int (*shm_attach)(fct_pg *pg, shm_negotiation *n, bool *attached);
 
 /* Writes to *accepted whether the next collective of `pg` uses shared memory. Issues the rounds.
- * Declines without a round if the backend is not torch's gloo. Waits run signal handlers. A call
- * that a signal handler interrupted may be repeated. A rank offers its ring only if `attach`
- * succeeds. Idempotent until the caller counts a gather. Needs the GIL. Precondition: the
- * negotiation is not paused. */
+ * Declines without a round if the group has one rank, or if the backend is not torch's gloo. Waits
+ * run signal handlers. A call that a signal handler interrupted may be repeated. A rank offers its
+ * ring only if `attach` succeeds. Idempotent until the caller counts a gather. Needs the GIL.
+ * Precondition: the negotiation is not paused. */
 FCT_CHECK int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, shm_attach attach,
                                   bool *accepted);
 /* Compares the hash of this rank's plan with those of all ranks, before a gather or an all-reduce.

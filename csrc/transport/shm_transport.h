@@ -68,9 +68,9 @@ void shm_transport_set_oversubscribed(shm_transport *t);
  * the ranks are oversubscribed, and the ring cannot hold all bytes at once. */
 bool shm_transport_is_cpu_bound(const shm_transport *t, size_t bytes);
 
-/* Appends an operation and writes the messages that fit into the ring. Takes one reference of
- * `owner.object`, which must keep `op` alive until complete(). After the first failure of the
- * transport every submit fails with the same error. */
+/* Appends an operation and writes the messages that fit into the ring. On success takes one
+ * reference of `owner.object`, which must keep `op` alive until complete(). After the first failure
+ * of the transport every submit fails with the same error. */
 shm_submit_result shm_transport_submit(shm_transport *t, shm_op *op, shm_owner owner,
                                        char error[SHM_ERROR_BYTES]);
 /* Writes and reads messages until nothing more is possible without waiting. */
