@@ -41,8 +41,8 @@ def plan_buckets(
     A row of more than ``limit`` bytes gets a separate bucket. Tensors in ``undivided`` count as one
     row.
     """
-    buckets: list[list[Chunk]] = []
-    used_bytes = limit
+    buckets: list[list[Chunk]] = [[]]
+    used_bytes = 0
     for name, (dtype, shape) in tensors.items():
         rows = shape[0] if shape else 1
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
@@ -51,7 +51,7 @@ def plan_buckets(
         while first_row < rows:
             free_bytes = max(limit - used_bytes, 0)
             count = rows if is_one_row else min(rows - first_row, free_bytes // max(row_bytes, 1))
-            if count * row_bytes > free_bytes or count == 0 or not buckets:
+            if count * row_bytes > free_bytes or count == 0:
                 if used_bytes > 0:  # continue in a new bucket
                     buckets.append([])
                     used_bytes = 0
@@ -62,7 +62,7 @@ def plan_buckets(
             buckets[-1].append(chunk)
             used_bytes = -(-chunk.end // _ALIGNMENT) * _ALIGNMENT
             first_row += count
-    return buckets
+    return buckets if buckets[0] else []
 
 
 def plan_buckets_on_all_ranks(
