@@ -41,6 +41,8 @@ void op_agreement_add(op_agreement *a, const fct_op_tag *tag) {
         entry = (op_entry){a->hash, tag->kind, tag->label};
     }
     if (a->entries != NULL) {
+        /* op_agreement_label_at() reads a total that excludes this entry before it is written. */
+        atomic_thread_fence(memory_order_release);
         a->entries[a->total % OP_ENTRIES] = entry;
     }
     a->count++;
