@@ -17,8 +17,9 @@
  * rounds. All users of the group share the object, which is reference-counted.
  *
  *     pending     The results of round 1 are not read yet. In round 1 each rank sends whether it
- *                 accepts shared memory, the handle of its ring, its number of users of the
- *                 process group (group_negotiation.h), the hash of its plan, and flags.
+ *                 accepts shared memory, and the handle of its ring. It also sends its number of
+ *                 users of the process group (group_negotiation.h), the hash of its plan, and
+ *                 flags.
  *     connecting  All ranks accept. In round 2 each rank sends whether it mapped all rings. A rank
  *                 issues round 2 before its first gather or reduction after round 1, which is the
  *                 same collective on all ranks.

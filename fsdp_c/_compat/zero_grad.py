@@ -7,9 +7,9 @@ gradients of such a backward. Two changes have the same effect for fsdp_c's modu
 
 - :func:`add_zero_grad` gives a class ``FSDP<Name>`` a method ``zero_grad``. A module around or
   inside a sharded module keeps torch's method and torch's behavior.
-- ``torch.optim.Optimizer.zero_grad`` is wrapped from the first sharded model on, while fsdp_c is
-  installed or a sharded model is alive. torch's function calls no hook, and an optimizer has no
-  record of which of its parameters are sharded.
+- ``torch.optim.Optimizer.zero_grad`` is wrapped from the first sharded model on. The wrapper stays
+  while fsdp_c is installed or a sharded model is alive. torch's function calls no hook, and an
+  optimizer has no record of which of its parameters are sharded.
 """
 
 from __future__ import annotations

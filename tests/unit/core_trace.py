@@ -7,12 +7,12 @@ records the memory of the whole process, so only events inside of the core's ran
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from garbage_collection import no_garbage_collection
 from torch._C._profiler import _EventType, _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
@@ -43,17 +43,16 @@ def trace_core(step: Callable[[], object]) -> list[Item]:
     """
     config = _ExperimentalConfig(verbose=True)
     activities = [ProfilerActivity.CPU]
-    gc.disable()
-    try:
-        with profile(
+    with (
+        no_garbage_collection(),
+        profile(
             activities=activities,
             profile_memory=True,
             record_shapes=True,
             experimental_config=config,
-        ) as profiler:
-            step()
-    finally:
-        gc.enable()
+        ) as profiler,
+    ):
+        step()
     roots = profiler.profiler.kineto_results.experimental_event_tree()
     return [item for root in _in_order(roots) for item in _items(root, None)]
 

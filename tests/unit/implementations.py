@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import releases
 import torch
+from garbage_collection import no_garbage_collection
 from torch.distributed.fsdp import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -67,11 +67,10 @@ def list_python_calls(action: Callable[[], object]) -> list[str]:
         if event == "call" and any(map(path.is_relative_to, FOLDERS)):
             called.append(f"{path.name}:{frame.f_code.co_name}")
 
-    gc.disable()
-    sys.setprofile(profile)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
+    with no_garbage_collection():
+        sys.setprofile(profile)
+        try:
+            action()
+        finally:
+            sys.setprofile(None)
     return called

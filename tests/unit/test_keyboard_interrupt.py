@@ -5,7 +5,6 @@ The tests interrupt about 40 lines of each call, and with FSDP_C_INTERRUPTS=0 ev
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from garbage_collection import no_garbage_collection
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -115,15 +115,14 @@ class Interrupt:
         interrupt in a finalizer.
         """
         before = sys.gettrace()
-        gc.disable()
-        sys.settrace(self.trace)
-        try:
-            call()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-            gc.enable()
+        with no_garbage_collection():
+            sys.settrace(self.trace)
+            try:
+                call()
+            except KeyboardInterrupt:
+                return True
+            finally:
+                sys.settrace(before)
         return False
 
 

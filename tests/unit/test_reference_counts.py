@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from garbage_collection import no_garbage_collection
 from lifetime import weak_references
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,9 +36,8 @@ X = torch.ones(2, 4)
 @pytest.fixture(autouse=True)
 def collector_off() -> Iterator[None]:
     gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+    with no_garbage_collection():
+        yield
 
 
 def make_blocks() -> nn.Sequential:

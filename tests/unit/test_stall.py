@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import json
 import os
@@ -21,6 +20,7 @@ import forked_python
 import pytest
 import torch
 import torch.nn as nn
+from garbage_collection import no_garbage_collection
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 import fsdp_c
@@ -379,9 +379,8 @@ def no_roots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     monkeypatch.setattr(roots, "_roots", weakref.WeakSet())
     monkeypatch.setattr(roots, "_pass_of_freed_root", [])
-    gc.disable()
-    yield
-    gc.enable()
+    with no_garbage_collection():
+        yield
 
 
 def test_interrupted_pass_of_a_freed_model_is_kept_until_the_next_model(

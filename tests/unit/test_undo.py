@@ -15,6 +15,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
+from garbage_collection import no_garbage_collection
 
 from fsdp_c._compat import patches
 from fsdp_c_autoload import redirect
@@ -416,13 +417,12 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     The garbage collector is off: it would end leases of other tests, and run the pending undos.
     """
     gc.collect()
-    gc.disable()
-    for name, value in (("_changes", {}), ("_model_changes", {}), ("_lease", None)):
-        monkeypatch.setattr(patches, name, value)
-    for name in ("_is_installed", "_is_exit_needed", "_is_check_needed"):
-        monkeypatch.setattr(patches, name, False)
-    yield patches
-    gc.enable()
+    with no_garbage_collection():
+        for name, value in (("_changes", {}), ("_model_changes", {}), ("_lease", None)):
+            monkeypatch.setattr(patches, name, value)
+        for name in ("_is_installed", "_is_exit_needed", "_is_check_needed"):
+            monkeypatch.setattr(patches, name, False)
+        yield patches
 
 
 def test_set_attribute_undo_restores_or_deletes_the_attribute() -> None:
