@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from recorded_operators import RecordedOperators
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c
 from fsdp_c import (
@@ -70,23 +70,10 @@ def make_sharded_model(shard: Any = fully_shard, **kwargs: Any) -> Net:
 TOKENS = torch.arange(6)
 
 
-class RecordCollectives(TorchDispatchMode):
-    """Records the names of collectives issued inside. CommDebugMode fails at a second forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def count_collectives(call: Any) -> int:
-    with RecordCollectives() as issued:
+    with RecordedOperators() as issued:
         call()
-    return len(issued.names)
+    return len(issued.collectives())
 
 
 def test_context_manager_with_unsharded_model_raises_and_names_itself() -> None:
@@ -114,9 +101,9 @@ class TestNoSync:
 
     def test_backward_in_no_sync_issues_no_reduction(self, fake_group: int) -> None:
         model = make_sharded_model()
-        with no_sync(model), RecordCollectives() as issued:
+        with no_sync(model), RecordedOperators() as issued:
             model(TOKENS).sum().backward()
-        assert issued.names and not any("reduce" in name for name in issued.names)
+        assert issued.collectives() and not any("reduce" in name for name in issued.collectives())
 
     def test_nested_no_sync_restores_settings_after_exception(self, fake_group: int) -> None:
         model = make_sharded_model()
@@ -154,16 +141,16 @@ class TestFullParams:
 
     def test_full_params_unshards_only_the_unit_of_the_last_lookup(self, fake_group: int) -> None:
         model = make_sharded_model()
-        with full_params(model) as full, RecordCollectives() as issued:
+        with full_params(model) as full, RecordedOperators() as issued:
             weight = full["layers.0.weight"]
             assert model.layers[0].weight is weight and full["layers.0.weight"] is weight
             assert isinstance(model.layers[1].weight, DTensor)
             bias = full["layers.0.bias"]
-            assert len(issued.names) == 1
+            assert len(issued.collectives()) == 1
             next_weight = full["layers.1.weight"]
             assert model.layers[1].weight is next_weight
             assert isinstance(model.layers[0].weight, DTensor)
-            assert bias.shape == (8,) and len(issued.names) == 2
+            assert bias.shape == (8,) and len(issued.collectives()) == 2
         assert all(isinstance(param, DTensor) for param in model.parameters())
 
     def test_full_params_issues_one_collective_per_unit(self, fake_group: int) -> None:
@@ -279,12 +266,12 @@ class TestFullParams:
     def test_full_params_with_rank0_only_gathers_to_rank_0(self, fake_group: int) -> None:
         model = make_sharded_model()
         with full_params(model, rank0_only=True) as full:
-            with RecordCollectives() as issued:
+            with RecordedOperators() as issued:
                 params = dict(full.items())
         assert {name: param.shape for name, param in params.items()} == {
             name: param.shape for name, param in make_model().named_parameters()
         }
-        assert issued.names == ["gather_"] * 3
+        assert issued.collectives() == ["gather_"] * 3
 
     def test_full_params_of_replicated_model_writes_back(self, single_group: int) -> None:
         model = make_sharded_model(replicate)
@@ -332,12 +319,12 @@ class TestFullParams:
 class TestGenerateWith:
     def test_generation_in_generate_with_gathers_each_unit_once(self, fake_group: int) -> None:
         model = make_sharded_model()
-        with RecordCollectives() as issued:
+        with RecordedOperators() as issued:
             with generate_with(model) as yielded:
                 assert yielded is model
-                assert len(issued.names) == 3
+                assert len(issued.collectives()) == 3
                 model.generate(TOKENS, 5)
-        assert len(issued.names) == 3
+        assert len(issued.collectives()) == 3
         assert all(isinstance(param, DTensor) for param in model.parameters())
 
     def test_generate_with_gives_output_of_plain_model(self, single_group: int) -> None:
@@ -359,11 +346,11 @@ class TestGenerateWith:
             model.generate(TOKENS, 2)
 
         for _ in range(2):
-            with RecordCollectives() as expected:
+            with RecordedOperators() as expected:
                 reference(TOKENS).sum().backward()
-            with RecordCollectives() as issued:
+            with RecordedOperators() as issued:
                 model(TOKENS).sum().backward()
-            assert issued.names == expected.names
+            assert issued.collectives() == expected.collectives()
 
     def test_exception_in_generate_with_restores_settings(self, fake_group: int) -> None:
         model = make_sharded_model()

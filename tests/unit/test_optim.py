@@ -16,9 +16,9 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded_operators import RecordedOperators
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c
 from fsdp_c import optim
@@ -136,16 +136,6 @@ def test_accelerated_optimizer_step_gives_parameters_and_states_of_torch(
         assert all(map(torch.equal, map(local_of, params), expected))
 
 
-class ForeachCalls(TorchDispatchMode):
-    """Counts calls of operators for lists of tensors."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "_foreach_" in func.__name__
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("devices", [["cuda"], ["cpu", "cuda"]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_step_after_accelerate_uses_foreach_only_where_torch_does(
@@ -161,9 +151,9 @@ def test_step_after_accelerate_uses_foreach_only_where_torch_does(
         optimizer = KINDS[kind](params)
         if accelerated:
             optim.accelerate(optimizer)
-        with ForeachCalls() as calls:
+        with RecordedOperators() as calls:
             train(optimizer, params)
-        foreach.append(calls.count > 0)
+        foreach.append(any("_foreach_" in name for name in calls.names))
         results.append((params, optimizer.state_dict()))
     assert foreach[0] == foreach[1]
     assert foreach[0] or "cpu" not in devices or "fused" in kind or "tensor lr" in kind

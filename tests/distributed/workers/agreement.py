@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from consistent_programs import run_programs
 from divergence import LIMIT_SECONDS, SIZE, Block, Model
+from recorded_operators import RecordedOperators
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c
 
@@ -303,18 +303,6 @@ def run_hsdp(rank: int, world_size: int, diverges: bool) -> str:
     return ""
 
 
-class OperatorLog(TorchDispatchMode):
-    """Records the names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def count_observed(rank: int, world_size: int) -> tuple[dict[str, int], list[str], list[str]]:
     """Returns what CommDebugMode, the profiler and a dispatch mode report of a step."""
     from torch.distributed.tensor.debug import CommDebugMode
@@ -326,7 +314,7 @@ def count_observed(rank: int, world_size: int) -> tuple[dict[str, int], list[str
         _train(model, 1)
     with profile() as profiler:
         _train(model, 1)
-    with OperatorLog() as log:
+    with RecordedOperators() as log:
         _train(model, 1)
     names = sorted(
         event.name for event in profiler.events() if "c10d" in event.name or "gloo" in event.name

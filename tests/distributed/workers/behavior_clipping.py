@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behavior import Api, full_value, scenario
+from recorded_operators import RecordedOperators
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.utils import (
@@ -23,7 +24,6 @@ from torch.nn.utils import (
     clip_grads_with_norm_,
     get_total_norm,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPES = ((8, 3), (5,), (7, 2), (1,), (300, 256))
 """Shapes with uneven and empty shards, and one that is large enough for several threads."""
@@ -155,18 +155,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class OperatorRecorder(TorchDispatchMode):
-    """Records the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def c_path_cases(api: Api, mesh: Any, hybrid_mesh: Any) -> dict[str, Any]:
     """Returns the results of calls that take the C path."""
     results: dict[str, Any] = {}
@@ -260,9 +248,9 @@ def torch_path_cases(api: Api, mesh: Any, hybrid_mesh: Any) -> dict[str, Any]:
         call = functools.partial(clip_grads_with_norm_, params, 0.1, total)
         results[f"total {total}"] = outcome(call, params)
     params = make_params(api, mesh, [Shard(0)])
-    with OperatorRecorder() as mode:
+    with RecordedOperators() as mode:
         clip_grad_norm_(params, 0.1)
-    results["operators"] = mode.operators
+    results["operators"] = mode.names
     return results
 
 

@@ -9,21 +9,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behavior import Api, batch, blocks_and_head, grads, scenario, weights
+from recorded_operators import RecordedOperators
 from releases import groups_of
-from torch.utils._python_dispatch import TorchDispatchMode
-
-
-class CollectiveCounter(TorchDispatchMode):
-    """Counts collectives. CommDebugMode does not support several forwards and backwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in str(func):
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def mixed_model(api: Api, root: Callable[..., Any]) -> nn.Sequential:
@@ -38,16 +25,16 @@ def train_mixed(api: Api, model: nn.Sequential) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     results: dict[str, Any] = {}
     for step in range(2):
-        with CollectiveCounter() as forward:
+        with RecordedOperators() as forward:
             loss = model(batch(api.rank, step)).square().mean()
         param_types = [type(param).__name__ for param in model.parameters()]
-        with CollectiveCounter() as backward:
+        with RecordedOperators() as backward:
             loss.backward()
         results[f"step {step}"] = [
             loss.detach(),
-            dict(forward.counts),
+            Counter(forward.collectives()),
             param_types,
-            dict(backward.counts),
+            Counter(backward.collectives()),
         ]
         results[f"gradients {step}"] = grads(model)
         optimizer.step()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from recorded_operators import RecordedOperators
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c._C as _C
 from fsdp_c import MixedPrecisionPolicy, fully_shard
@@ -127,18 +127,6 @@ def differences(rank: int, world: int) -> list[str]:
     return found
 
 
-class RecordOps(TorchDispatchMode):
-    """Records the ops that a dispatch mode receives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.add(str(func.overloadpacket))
-        return func(*args, **(kwargs or {}))
-
-
 def train_with_special_rank(rank: int, world: int) -> list[bool]:
     """Returns whether bits stay equal if rank 0 has a dispatch mode, a profiler, no kernels or
     patches."""
@@ -150,9 +138,9 @@ def train_with_special_rank(rank: int, world: int) -> list[bool]:
         if rank != 0:
             special = _train(model)
         elif setting == "dispatch mode":
-            with RecordOps() as recorder:
+            with RecordedOperators() as recorder:
                 special = _train(model)
-            assert {"c10d._allgather_base_", "c10d._reduce_scatter_base_"} <= recorder.ops
+            assert {"_allgather_base_", "_reduce_scatter_base_"} <= set(recorder.collectives())
         elif setting == "profiles":
             with profile(activities=[ProfilerActivity.CPU]):
                 special = _train(model)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behavior import DIM, Api, batch, grads, scenario, weights
+from recorded_operators import RecordedOperators
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as checkpointed
 from torch_bugs import MIXED, average, step_by, take_gradients
 
@@ -232,12 +232,12 @@ def backward_with_create_graph(api: Api) -> Found:
     counts = []
     for module in (model, reference):
         x = batch(api.rank).requires_grad_()
-        with Collectives() as mode:
+        with RecordedOperators() as mode:
             module(x).square().mean().backward(create_graph=True)
             assert x.grad is not None
             grad, x.grad = x.grad, None
             grad.square().sum().backward()
-        counts.append(mode.counts["_reduce_scatter_base_"])
+        counts.append(mode.collectives().count("_reduce_scatter_base_"))
     return {
         "found": grads(model),
         "expected": average(take_gradients(reference)),
@@ -276,29 +276,16 @@ def hessian_of_the_outputs(api: Api) -> Found:
     return found
 
 
-class Collectives(TorchDispatchMode):
-    """Counts collectives. CommDebugMode does not support ``autograd.grad``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @scenario()
 def one_reduction_for_each_unit(api: Api) -> Found:
     model = shard(api, curved_model())
     x = batch(api.rank).requires_grad_()
     output = model(x)
-    with Collectives() as first:
+    with RecordedOperators() as first:
         (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-    with Collectives() as second:
+    with RecordedOperators() as second:
         (output.square().mean() + grad.square().sum()).backward()
-    return {"first": dict(first.counts), "second": dict(second.counts)}
+    return {"first": Counter(first.collectives()), "second": Counter(second.collectives())}
 
 
 @scenario()

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard
-from double_backward import Collectives, unsharded_bytes
+from double_backward import unsharded_bytes
+from recorded_operators import RecordedOperators
 from releases import has
 from torch.distributed.device_mesh import init_device_mesh
 from torch_bugs import average, loss_of
@@ -109,17 +110,19 @@ def deferred_reductions(api: Api) -> Found:
     results, counts = [], []
     for async_op in (False, True):
         model.set_requires_gradient_sync(False)
-        with Collectives() as before:
+        with RecordedOperators() as before:
             for step in range(2):
                 loss_of(model(batch(api.rank, step))).backward()
-        with Collectives() as after:
+        with RecordedOperators() as after:
             model.set_requires_gradient_sync(True)
             handle = model.finalize_backward(async_op=async_op)
             if async_op:
                 assert isinstance(handle, GradientReductionHandle)
                 handle.wait()
                 handle.wait()
-        counts.append([part.counts["_reduce_scatter_base_"] for part in (before, after)])
+        counts.append(
+            [part.collectives().count("_reduce_scatter_base_") for part in (before, after)]
+        )
         results.append(grads(model))
         model.zero_grad()
     expected = reference(api.rank, 2)
@@ -135,14 +138,14 @@ def deferred_reductions(api: Api) -> Found:
 def synchronized_backwards_are_not_reduced_again(api: Api) -> Found:
     model = shard(api, blocks_and_head())
     model.set_manual_backward_finalization(True)
-    with Collectives() as mode:
+    with RecordedOperators() as mode:
         loss_of(model(batch(api.rank))).backward()
-        before = mode.counts["_reduce_scatter_base_"]
+        before = mode.collectives().count("_reduce_scatter_base_")
         model.finalize_backward()
     return {
         "found": grads(model),
         "expected": reference(api.rank, 1),
-        "counts": [before, mode.counts["_reduce_scatter_base_"]],
+        "counts": [before, mode.collectives().count("_reduce_scatter_base_")],
         "in flight": model._get_fsdp_state()._comm_ctx.reductions_in_flight,
     }
 
