@@ -89,10 +89,14 @@ def measure_wait(now: int, records: Iterable[Record]) -> tuple[Record | None, fl
 
 
 def find_failure(records: Iterable[Record]) -> Record | None:
-    """Returns the newest record that a thread has waited for, if an exception ended the wait."""
+    """Returns the record of the latest wait, if an exception ended it.
+
+    Waits may end in another order than that of their collectives.
+    """
     states = (WAITING, COMPLETE, FAILED)
-    newest = next((record for record in records if record.state in states), None)
-    return newest if newest is not None and newest.state == FAILED else None
+    waits = (record for record in records if record.state in states)
+    latest = max(waits, key=lambda record: record.end or record.waiting, default=None)
+    return latest if latest is not None and latest.state == FAILED else None
 
 
 def describe_wait(record: Record) -> str:

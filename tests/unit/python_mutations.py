@@ -137,6 +137,13 @@ PYTHON_MUTATIONS = {
         "unit/test_stall.py::test_position_in_stall_report_has_the_longest_wait",
         "all-gather of 'a'",
     ),
+    "failure is searched in the newest collective only": PythonMutation(
+        "_runtime/stall_report.py",
+        "key=lambda record: record.end or record.waiting",
+        "key=lambda record: record.number",
+        "unit/test_stall.py::test_stall_report_failure",
+        "assert None == Record(",
+    ),
     "message swaps the values of the ranks": PythonMutation(
         "_runtime/plan_hash.py",
         "rank 0 has {value}; rank {rank} has {other_value}",

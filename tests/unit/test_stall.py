@@ -315,17 +315,23 @@ def test_position_in_stall_report_has_the_longest_wait_and_the_last_completed_co
     assert Position.from_json(position.to_json()) == position
 
 
-def test_stall_report_failure_is_the_newest_wait_that_an_exception_ended() -> None:
+def test_stall_report_failure_is_the_latest_wait_that_an_exception_ended() -> None:
     failed = make_record(8, "a", state=records.FAILED)
     later = [
+        make_record(11, "d", end=failed.end - 1),
         make_record(10, "c", state=records.ISSUED),
         make_record(9, "b", state=records.ABANDONED),
     ]
     assert stall_report.find_failure([*later, failed]) == failed
     position = stall_report.make_position(1, 4, 20 * SECOND, [*later, failed])
     assert position.failed == "all-gather of 'a' (step 3, forward) of process group '0'"
-    for state in (records.WAITING, records.COMPLETE):
-        assert stall_report.find_failure([make_record(9, "b", state=state), failed]) is None
+    waiting = make_record(9, "b", state=records.WAITING, waiting=failed.end - 1, end=0)
+    assert stall_report.find_failure([waiting, failed]) == failed
+    for number in (7, 9):
+        complete = make_record(number, "b", end=failed.end + 1)
+        assert stall_report.find_failure([complete, failed]) is None
+        waiting = make_record(number, "b", state=records.WAITING, waiting=failed.end + 1, end=0)
+        assert stall_report.find_failure([waiting, failed]) is None
     assert stall_report.find_failure(later) is None
 
 
