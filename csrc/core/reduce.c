@@ -167,14 +167,15 @@ done:
     return status;
 }
 
-/* Issues the all-reduce. Precondition: the reduce-scatter is complete or ordered, and partial rows
- * are merged. */
+/* Issues the all-reduce. Without streams, waits until the models of all replicas are compared: gloo
+ * ends a process that receives another size than expected. Precondition: the reduce-scatter is
+ * complete or ordered, and partial rows are merged. */
 static fc_status issue_all_reduce(fc_reduction *r, const fc_divide *divide) {
     fc_group_base *base = r->base;
     fc_status status = FC_OK;
     if (base->replicate.world > 1) {
         r->all_reducing = true;
-        FC_TRY(fc_group_base_compare_plan(base, &base->replicate, false));
+        FC_TRY(fc_group_base_compare_plan(base, &base->replicate, true));
         fc_reduction_set_label(r, r->total, divide, &base->replicate.label);
         FC_TRY(fc_process_group_all_reduce(&base->replicate, base->name, r->output,
                                            divide->all_reduce_op, !base->comm->has_streams,

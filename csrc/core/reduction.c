@@ -387,13 +387,6 @@ fc_status fc_reduction_wait(fc_reduction *r) {
     assert(!r->all_reducing || fc_group_base_is_replicated(r->base));
     fc_group_base *base = r->base;
     fc_process_group *pg = r->all_reducing ? &base->replicate : fc_group_base_scatter_group(base);
-    if (r->all_reducing && r->work != NULL) {
-        /* the issue did not wait for the answers of the other ranks */
-        const fc_status status = fc_group_base_compare_plan(base, pg, true);
-        if (status != FC_OK) {
-            return status;
-        }
-    }
     return fc_process_group_wait(pg, base->name,
                                  r->all_reducing ? FC_ALL_REDUCE : FC_REDUCE_SCATTER, &r->work);
 }

@@ -27,11 +27,11 @@
  *     declined    The fallback backend, gloo, moves the data.
  *
  * A rank does not wait where it issues a round, because its peers may be anywhere in their
- * programs, unless the rank waits there for its gather anyway (shm_negotiation_compare_plan). If a
- * rank does not wait in round 1, gloo moves the `fallback_gathers` gathers that follow a round.
- * `fallback_gathers` is the largest number of users on any rank. Before a rank issues one more
- * gather, it has waited for one of these gathers. So its peers have issued that gather, and the
- * round before it. */
+ * programs. Exceptions: the rank waits for its gather anyway, or it issues its first all-reduce
+ * (shm_negotiation_compare_plan). If a rank does not wait in round 1, gloo moves the
+ * `fallback_gathers` gathers that follow a round. `fallback_gathers` is the largest number of users
+ * on any rank. Before a rank issues one more gather, it has waited for one of these gathers. So its
+ * peers have issued that gather, and the round before it. */
 typedef struct shm_negotiation shm_negotiation;
 
 /* The collective for which a transport is requested. A reduce-scatter may wait for round 1, because
@@ -64,9 +64,9 @@ FCT_CHECK int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, s
 /* Compares the hash of this rank's plan with those of all ranks, before a gather or an all-reduce.
  * Without a hash no comparison takes place. Round 1 carries the first hash of a process group.
  * Shared memory carries later hashes in the labels of messages (op_tag.h), and gloo in one exchange
- * per hash if all ranks wait in round 1. `waits`: the caller waits for its collective before it
- * returns to the user, so the call waits for the answers. If all ranks wait in round 1, the call
- * also completes round 2, and the fallback moves no gather. Errors and repetition as in
+ * per hash if all ranks wait in round 1. `waits`: all ranks issue this collective at the same point
+ * of a forward or backward, so the call waits for the answers. If all ranks wait in round 1, the
+ * call also completes round 2, and the fallback moves no gather. Errors and repetition as in
  * shm_negotiation_run. */
 FCT_CHECK int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint64_t plan,
                                            bool waits, shm_attach attach, fct_plan_result *result);

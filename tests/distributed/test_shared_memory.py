@@ -76,8 +76,8 @@ def test_gather_larger_than_the_ring_is_not_prefetched() -> None:
         assert results == {500: ([True] * 3, True), 1500: ([False] * 3, True)}
 
 
-def test_issuing_an_all_reduce_does_not_wait_for_peers() -> None:
-    """Issuing waits neither for the negotiation nor for the data of peers."""
+def test_issuing_an_all_reduce_after_the_first_does_not_wait_for_peers() -> None:
+    """Only the first all-reduce of a process group waits, until the models are compared."""
     run_ranks(shared_memory.train_steps_ahead, 2)
 
 

@@ -1,0 +1,40 @@
+"""Replicas with different models raise before their first all-reduce. gloo would end a process by
+SIGABRT if the sizes of an all-reduce differ."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import replica_divergence
+from launch import run_ranks
+
+pytestmark = pytest.mark.xdist_group("replica_divergence")  # the tests share launches
+
+JOBS = {"replicate": (replica_divergence.run_replicas, 2), "HSDP": (replica_divergence.run_hsdp, 4)}
+
+
+@functools.cache
+def collect_messages(job: str, transport: str) -> list[dict[str, str]]:
+    target, world = JOBS[job]
+    return run_ranks(target, world, env={"FSDP_C_TRANSPORT": transport})
+
+
+@pytest.mark.parametrize("transport", ["direct", "gloo"])
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("kind", replica_divergence.KINDS)
+def test_different_models_of_replicas_raise_on_all_ranks(
+    kind: str, job: str, transport: str
+) -> None:
+    for messages in collect_messages(job, transport):
+        assert messages[kind].startswith("ranks 0 and 1 of process group '")
+        assert "' have different models: " in messages[kind]
+        assert replica_divergence.KINDS[kind] in messages[kind]
+
+
+@pytest.mark.parametrize("transport", ["direct", "gloo"])
+@pytest.mark.parametrize("job", JOBS)
+def test_equal_models_of_replicas_train(job: str, transport: str) -> None:
+    assert [messages[""] for messages in collect_messages(job, transport)] == ["no error"] * (
+        JOBS[job][1]
+    )
