@@ -167,9 +167,9 @@ done:
     return status;
 }
 
-/* Issues the all-reduce. Without streams, waits until the models of all replicas are compared: gloo
- * ends a process that receives another size than expected. Precondition: the reduce-scatter is
- * complete or ordered, and partial rows are merged. */
+/* Issues the all-reduce. On the CPU the first one waits until the models of all replicas are
+ * compared, because their sizes must be equal. Precondition: the reduce-scatter is complete or
+ * ordered, and partial rows are merged. */
 static fc_status issue_all_reduce(fc_reduction *r, const fc_divide *divide) {
     fc_group_base *base = r->base;
     fc_status status = FC_OK;

@@ -426,21 +426,18 @@ def record_prefetches(rank: int, world: int) -> dict[int, tuple[list[bool], bool
 
 
 def train_steps_ahead(rank: int, world: int) -> None:
-    """Trains a step, in which the ranks compare their models. In 8 more steps rank 1 begins backward
-    after rank 0 has issued two buckets of 4 kB. If issuing waited for peers, ``store.wait`` would
-    time out."""
+    """Trains 8 steps in which rank 1 begins backward after rank 0 has issued two buckets of 4 kB.
+    If issuing waited for peers, ``store.wait`` would time out."""
     store = dist.distributed_c10d._get_default_store()
     mesh = DeviceMesh.from_group(new_group(), "cpu")
     model = fsdp_c.replicate(chain([32] * 4), mesh=mesh, bucket_cap_mb=1 / 256)
-    train(model, 1)
-    steps = 0
+    train(model, 1)  # compares the models
     if rank == 0:
-        _run_at_input_gradient(model[0][1], lambda: store.set(f"step {steps}", ""))
+        _run_at_input_gradient(model[0][1], lambda: store.set(f"step {step}", ""))
     else:
-        model.register_forward_hook(lambda *_: store.wait([f"step {steps}"]))
-    while steps < 8:
+        model.register_forward_hook(lambda *_: store.wait([f"step {step}"]))
+    for step in range(8):
         train(model, 1)
-        steps += 1
 
 
 # ---- errors and ends ----
