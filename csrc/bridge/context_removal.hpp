@@ -1,4 +1,4 @@
-/* The class ScopedContextRemoval. */
+/* Removes Python's context variables from torch's thread-local state while gloo copies it. */
 #ifndef FSDP_C_BRIDGE_CONTEXT_REMOVAL_HPP
 #define FSDP_C_BRIDGE_CONTEXT_REMOVAL_HPP
 
@@ -11,10 +11,11 @@
 
 namespace fct {
 
-/* A scope in which the thread-local state has no copy of Python's context variables. Since torch
- * 2.13 every backward stores the variables there, and gloo's works copy the state. gloo's threads
- * would need the GIL to destroy their works. A thread that waits for the GIL while the interpreter
- * finalizes ends the process by std::terminate. */
+/* Removes the contextvars.Context of Python from torch's thread-local state, and restores it at the
+ * end of the scope. Since torch 2.13 every backward stores the context there, and gloo's works copy
+ * the state. gloo's threads would need the GIL to destroy their works. A thread that waits for the
+ * GIL while the interpreter finalizes ends the process by std::terminate. Does nothing before torch
+ * 2.13. */
 class ScopedContextRemoval {
   public:
     ScopedContextRemoval(const ScopedContextRemoval &) = delete;

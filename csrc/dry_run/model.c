@@ -1,5 +1,5 @@
-/* Initializes and releases the model of a dry run on the core. Owns the roots, states, units and
- * parameters of the core, and the storages of the model's own tensors. step.c runs the calls. */
+/* Initializes and releases the model of a dry run. Owns its roots, states, units and parameters,
+ * and the storages of tensors that the model allocates. step.c runs the calls. */
 #include "model.h"
 
 #include <stdio.h>

@@ -1,5 +1,5 @@
-/* The model of a dry run: states, units and parameters on the core. All functions need a record of
- * this thread (record.h). */
+/* The model of a dry run: states, units and parameters, which embed the structs of csrc/core.
+ * Precondition of all functions: fcd_record_init() has installed a record in this thread. */
 #ifndef FSDP_C_DRY_RUN_MODEL_H
 #define FSDP_C_DRY_RUN_MODEL_H
 
@@ -14,20 +14,22 @@ typedef struct fcd_root {
 
 typedef struct fcd_model {
     const fcd_description *description;
-    fcd_unit *units;   /* [unit_count] owned */
-    fc_state *states;  /* [state_count] owned */
-    fcd_root *roots;   /* [state_count] owned; entries of other states than roots are not used */
-    size_t unit_count; /* number of initialized units */
+    fcd_unit *units;         /* [unit_count] owned */
+    fc_state *states;        /* [state_count] owned */
+    fcd_root *roots;         /* [state_count] owned; only the entries of root states are used */
+    size_t unit_count;       /* number of initialized units */
     bool states_initialized; /* roots and states are initialized */
-    fcd_storage **storages;  /* [storage_count] of the model's own tensors; NULL: not allocated */
+    /* [storage_count] storages of tensors that the model allocates, such as activations. NULL: not
+     * allocated. */
+    fcd_storage **storages;
     size_t storage_count;
     fc_error error;
 } fcd_model;
 
-/* Creates the model on the core and allocates the shards. They are counted as FCD_SHARDS, or as
- * FCD_HOST if they are offloaded from a device with streams. Borrows the description, which must
- * have passed fcd_description_check. `storages` is the number of the model's own storages. On
- * failure m->error has a message. Call fcd_model_fini in any case. */
+/* Creates the model and allocates the shards. The record counts their bytes with the purpose
+ * FCD_SHARDS, or FCD_HOST if a device with streams offloads them. Borrows the description, which
+ * must have passed fcd_description_check. `storages` is storage_count. On failure m->error has a
+ * message. Call fcd_model_fini in any case. */
 FC_CHECK fc_status fcd_model_init(fcd_model *m, const fcd_description *description,
                                   size_t storages);
 /* Releases everything. Safe on a zeroed struct. */

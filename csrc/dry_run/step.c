@@ -102,7 +102,7 @@ done:
     return status;
 }
 
-/* ---- the model's own memory ---- */
+/* ---- memory that the model allocates ---- */
 
 static fc_status alloc_storage(fcd_model *m, size_t index, int64_t bytes) {
     if (m->storages[index] != NULL) {

@@ -12,8 +12,8 @@
  *   alloc         storage of the model, bytes
  *   free          storage of the model; no effect if it became a gradient
  *   gradient      unit, parameter of the unit, storage of the model (-1: none), bytes: autograd
- *                 accumulates a gradient in that storage, which then has `bytes` bytes and is not
- *                 the model's own any more
+ *                 accumulates a gradient in that storage, which then has `bytes` bytes and is
+ *                 counted as memory of gradients
  *   zero_grad     the sharded parameters lose their gradients */
 #define FCD_CALLS(X)                                                                               \
     X(FCD_CALL_PRE_FORWARD, "pre_forward", 1)                                                      \

@@ -1,4 +1,4 @@
-/* The end of a state, when its modules are freed.
+/* Calls _leave() of a state when all its modules and all its hooks are freed.
  *
  * Modules own their state through their forward hooks. The state has weak references to them, so
  * that reference counts free a deleted model. The other states under the root own the state, too:

@@ -1,4 +1,4 @@
-/* The end of a state, when its modules are freed. */
+/* Calls _leave() of a state when all its modules and all its hooks are freed. */
 #ifndef FSDP_C_PYTHON_FREED_MODULES_H
 #define FSDP_C_PYTHON_FREED_MODULES_H
 
@@ -6,10 +6,12 @@
 
 /* Returns a new reference to the state of a group, or NULL if the state was freed. */
 fcpy_state *fcpy_group_unit(const fcpy_group *group);
-/* Reference counting of a state by its Hook objects, and by its hooks in autograd graphs. */
+/* Retains the state of a Hook object, or of a hook in an autograd graph, and counts the hook. */
 void fcpy_hook_retain(void *state);
+/* Releases the state. The release of the last hook calls _leave() if the modules were freed. */
 void fcpy_hook_release(void *state);
-/* State._note_freed_modules() */
+/* State._note_freed_modules(): notes that all modules of the state were freed. Calls _leave() if no
+ * hook of the state is left. Returns a new reference to None. */
 PyObject *fcpy_state_note_freed_modules(PyObject *state, PyObject *unused);
 
 #endif

@@ -1,4 +1,4 @@
-/* The Hook type. */
+/* The Hook type: the callable in a module's forward hooks; see hook.c. */
 #ifndef FSDP_C_PYTHON_HOOK_H
 #define FSDP_C_PYTHON_HOOK_H
 

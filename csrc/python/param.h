@@ -1,4 +1,4 @@
-/* The Param type. */
+/* The Param type: one parameter; see param.c. */
 #ifndef FSDP_C_PYTHON_PARAM_H
 #define FSDP_C_PYTHON_PARAM_H
 

@@ -1,4 +1,4 @@
-/* The ParamGroup type. */
+/* The ParamGroup type: wraps the core's parameter group; see param_group.c. */
 #ifndef FSDP_C_PYTHON_PARAM_GROUP_H
 #define FSDP_C_PYTHON_PARAM_GROUP_H
 

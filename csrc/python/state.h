@@ -1,4 +1,4 @@
-/* The State type. */
+/* The State type: the state of one fully_shard call; see state.c. */
 #ifndef FSDP_C_PYTHON_STATE_H
 #define FSDP_C_PYTHON_STATE_H
 
