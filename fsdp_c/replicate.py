@@ -1,4 +1,4 @@
-"""``replicate``: data parallelism with unsharded parameters, on the core of ``fully_shard``."""
+"""``replicate``: data parallelism with unsharded parameters and the classes of ``fully_shard``."""
 
 from __future__ import annotations
 

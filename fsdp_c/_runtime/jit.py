@@ -1,19 +1,21 @@
 """CUDA kernels without nvcc: NVRTC compiles them at first use, and the driver loads them.
 
-``FSDP_C_JIT=0`` disables this module. The tests compile for every architecture, and launch with a
-simulated driver. The step ``jit`` of tests/gpu/gpu_check.sh launches on a GPU.
+``FSDP_C_JIT=0`` disables this module. ``make cuda-check`` compiles for every architecture.
+tests/unit/test_jit.py launches with a simulated driver, and the step ``jit`` of
+tests/gpu/gpu_check.sh on a GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
 import fsdp_c._C as _C
 
 from .env import is_env_enabled
-from .nvrtc import ENTRIES, LARGE_ENTRIES, Nvrtc, find_libraries
+from .nvrtc import KERNELS, LARGE_BATCH_KERNELS, Nvrtc, find_libraries
 
 _NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
 _objects_in_use: list[object] = []
@@ -28,6 +30,10 @@ def is_jit_enabled() -> bool:
 def _check_result(code: int, operation: str) -> None:
     if code != 0:
         raise RuntimeError(f"{operation} failed with CUresult {code}")
+
+
+def _get_address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> dict[str, int]:
@@ -47,10 +53,11 @@ def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> dict[str, int]:
         driver.cuLibraryLoadData(ctypes.byref(library), image, *no_options), "cuLibraryLoadData"
     )
     kernels = {}
-    for name in (*ENTRIES, *LARGE_ENTRIES):
+    for name in (*KERNELS, *LARGE_BATCH_KERNELS):
         kernel = ctypes.c_void_p()
         status = driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
-        if name not in LARGE_ENTRIES or status != _NOT_FOUND:
+        # NVRTC before 13 does not compile LARGE_BATCH_KERNELS. Their address is then 0.
+        if name not in LARGE_BATCH_KERNELS or status != _NOT_FOUND:
             _check_result(status, f"cuLibraryGetKernel of {name}")
         kernels[name] = kernel.value or 0
     _objects_in_use[:] = [driver, library, image]
@@ -58,19 +65,15 @@ def load_kernels(driver: ctypes.CDLL, cubin: bytes) -> dict[str, int]:
     _check_result(driver.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
     if context.value is None:
         raise RuntimeError("cuCtxGetCurrent returned no context")
-    launch, bind, capture = (
-        ctypes.cast(function, ctypes.c_void_p).value or 0
-        for function in (driver.cuLaunchKernel, driver.cuCtxSetCurrent, driver.cuStreamIsCapturing)
-    )
     return {
-        "launch": launch,
+        "launch": _get_address(driver.cuLaunchKernel),
         "moves": kernels["fck_move_lines"],
         "casts": kernels["fck_cast_lines"],
         "checksums": kernels["fck_add_checksums"],
         "many_moves": kernels["fck_move_many_lines"],
         "many_casts": kernels["fck_cast_many_lines"],
-        "capture": capture,
-        "bind": bind,
+        "capture": _get_address(driver.cuStreamIsCapturing),
+        "bind": _get_address(driver.cuCtxSetCurrent),
         "context": context.value,
     }
 
@@ -83,7 +86,10 @@ def build_kernels(device: torch.device) -> dict[str, int]:
     """
     libraries = find_libraries()
     if not libraries:
-        raise RuntimeError("found no libnvrtc that pip installed with torch")
+        raise RuntimeError(
+            "found no libnvrtc that pip installed with torch; install the package "
+            "nvidia-cuda-nvrtc of torch's CUDA release (CUDA 12: nvidia-cuda-nvrtc-cu12)"
+        )
     major, minor = torch.cuda.get_device_capability(device)
     cubin = Nvrtc(libraries[0]).compile_cached(10 * major + minor)
     with torch.cuda.device(device):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "kernel_sources"
-KERNELS = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "csrc/kernels"
+SOURCE_FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "csrc/kernels"
 """The folder of the kernel sources: in the installed package, or else in the repository."""
 FIRST_ARCH = 70
 """The oldest supported architecture: sm_70."""
@@ -24,9 +24,9 @@ STANDARD = ("stdint.h", "stddef.h", "string.h", "cuda_fp16.h", "cuda_bf16.h")
 KERNEL_SOURCES = ("kernels.h", "index.h", "cast.h", "batch.cuh", "lines.cuh", "checksums.cuh")
 DEVICE_CODE = ("lines.cuh", "checksums.cuh")
 """The files that define kernels."""
-ENTRIES = ("fck_move_lines", "fck_cast_lines", "fck_add_checksums")
-LARGE_ENTRIES = ("fck_move_many_lines", "fck_cast_many_lines")
-"""Kernels that only NVRTC 13 and later make (``batch.cuh``)."""
+KERNELS = ("fck_move_lines", "fck_cast_lines", "fck_add_checksums")
+LARGE_BATCH_KERNELS = ("fck_move_many_lines", "fck_cast_many_lines")
+"""Kernels for large batches (``batch.cuh``). Only NVRTC 13 and later compile them."""
 
 
 class Nvrtc:
@@ -62,7 +62,7 @@ class Nvrtc:
             RuntimeError: The compilation failed. The message is the compiler's log.
         """
         names = [*STANDARD, *KERNEL_SOURCES]
-        texts = [(KERNELS / ("rtc.cuh" if n in STANDARD else n)).read_bytes() for n in names]
+        texts = [(SOURCE_FOLDER / ("rtc.cuh" if n in STANDARD else n)).read_bytes() for n in names]
         headers = (ctypes.c_char_p * len(names))(*texts)
         includes = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
         program = ctypes.c_void_p()
@@ -88,7 +88,7 @@ class Nvrtc:
 
         Several processes and threads may call it at once.
         """
-        texts = [(KERNELS / name).read_bytes() for name in ("rtc.cuh", *KERNEL_SOURCES)]
+        texts = [(SOURCE_FOLDER / name).read_bytes() for name in ("rtc.cuh", *KERNEL_SOURCES)]
         key = hashlib.sha256(b"\0".join([*texts, f"{self.version} {arch}".encode()])).hexdigest()
         folder = cache_folder()
         if folder is None:

@@ -35,7 +35,7 @@ class Call(NamedTuple):
 def run(
     sharding: Sharding, calls: Iterable[Call], *, core: Callable[..., Any] = _dry_run.run
 ) -> list[Event]:
-    """Runs the calls on the core and returns its events. Tests replace ``core``.
+    """Runs the calls with the code of csrc/core. Returns the events. Tests replace ``core``.
 
     Raises:
         ValueError: The sharding or a call is invalid. The message names the item.
@@ -94,7 +94,7 @@ def make_step_calls(
         sharding: The units of the model.
         trace: The events of a step on fake tensors. Storages that are in use at its end are freed
             by the last calls. ``None``: all units run in order, and the model has no activations.
-        activations: Scales the model's own allocations, but not its gradients.
+        activations: Scales the allocations that the model makes, but not its gradients.
     """
     return (
         make_synthetic_calls(sharding)

@@ -1,7 +1,6 @@
-/* A simulated model on the core, driven as csrc/python drives it. It has a root state and a
- * sequence of layers with their parameter groups, the fc_callbacks, autograd's order of events
- * and an optimizer. It also records the expected value of every parameter and gradient
- * (sim_account.c).
+/* A simulated model, which calls csrc/core as csrc/python does. It has a root state and a sequence
+ * of layers with their parameter groups, the fc_callbacks, autograd's order of events and an
+ * optimizer. It also records the expected value of every parameter and gradient (sim_account.c).
  *
  * All numbers are small multiples of powers of two, so sums and means are exact in every dtype and
  * tests compare for equality. The gradients of rank j are (j + 1) times those of rank 0. With

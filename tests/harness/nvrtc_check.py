@@ -23,8 +23,8 @@ def main() -> None:
         archs = [arch for arch in nvrtc.list_architectures() if arch >= module.FIRST_ARCH]
         for arch in archs:
             code = nvrtc.compile(arch)
-            assert all(entry.encode() in code for entry in module.ENTRIES)
-            large = [entry.encode() in code for entry in module.LARGE_ENTRIES]
+            assert all(name.encode() in code for name in module.KERNELS)
+            large = [name.encode() in code for name in module.LARGE_BATCH_KERNELS]
             assert large == [int(nvrtc.version.split(".")[0]) >= 13] * 2
         print(f"cuda-check: lines.cuh compiles with NVRTC {nvrtc.version} for {archs}")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_c._runtime.nvrtc import (
-    ENTRIES,
     FIRST_ARCH,
     KERNEL_SOURCES,
-    LARGE_ENTRIES,
+    KERNELS,
+    LARGE_BATCH_KERNELS,
     STANDARD,
     Nvrtc,
     find_libraries,
@@ -200,8 +200,8 @@ def test_device_code_compiles_with_nvrtc_for_first_and_newest_arch() -> None:
         supported = [arch for arch in archs if arch >= FIRST_ARCH]
         for arch in {supported[0], supported[-1]}:
             code = nvrtc.compile(arch)
-            assert all(entry.encode() in code for entry in ENTRIES)
-            large = [entry.encode() in code for entry in LARGE_ENTRIES]
+            assert all(name.encode() in code for name in KERNELS)
+            large = [name.encode() in code for name in LARGE_BATCH_KERNELS]
             assert large == [int(nvrtc.version.split(".")[0]) >= 13] * 2
         if archs[0] < FIRST_ARCH:  # nvcc -arch=all-major fails for the same reason
             with pytest.raises(RuntimeError, match="__grid_constant__ annotation is only allowed"):

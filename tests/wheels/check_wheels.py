@@ -63,7 +63,7 @@ from fsdp_c._runtime import nvrtc
 def exists(file):
     *parents, name = file.split("/")
     if parents[-1] == "kernel_sources":
-        return (nvrtc.KERNELS / name).is_file()
+        return (nvrtc.SOURCE_FOLDER / name).is_file()
     folders = importlib.util.find_spec(".".join(parents)).submodule_search_locations
     return any((pathlib.Path(folder) / name).is_file() for folder in folders)
 print(json.dumps([file for file in json.loads(sys.argv[1]) if not exists(file)]))
