@@ -50,6 +50,7 @@ TESTS_OF = {
     "stall_report": (*STALL, "test_stall_monitor"),
     "sequence": ("test_divergence",),
     "departures": ("test_divergence",),
+    "comparison_requests": ("test_divergence", "test_cuda_divergence"),
     "label_comparison": ("test_cuda_divergence", "test_cuda_checksums"),
     "group_users": ("test_negotiation",),
     "capabilities": ("test_negotiation", "test_shared_memory"),

@@ -180,8 +180,8 @@ PyObject *fcpy_stop_collectives(PyObject *module, PyObject *args) {
 }
 
 /* The departure handler (op_departure_handler): calls wait_for_departures() of
- * _runtime/departures.py. A returned exception is raised although all ranks issue the collective,
- * so *is_certain is true. */
+ * _runtime/departures.py. If that function returns, the other ranks issue the collective, so
+ * *is_certain is true. A returned exception is raised, and this rank does not issue it yet. */
 static int wait_for_departures(fct_pg *pg, uint64_t number, uint64_t signature,
                                const op_entry *entry, bool *is_certain) {
     PyObject *module = PyImport_ImportModule("fsdp_c._runtime.departures");

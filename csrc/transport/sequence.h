@@ -36,7 +36,8 @@ typedef struct op_sequence {
 
 /* Returns 0 if all ranks issue the collective with this number and signature, and -1 with a Python
  * exception if a rank issues another one. `entry` describes this rank's collective. Writes true to
- * *is_certain if all ranks issue it. A signal handler may have raised an exception nevertheless. */
+ * *is_certain if the other ranks issue it. If a signal handler has raised an exception meanwhile,
+ * also returns -1, and this rank's next collective must be the same one. */
 typedef int (*op_departure_handler)(fct_pg *pg, uint64_t number, uint64_t signature,
                                     const op_entry *entry, bool *is_certain);
 /* Sets the handler of this process. */

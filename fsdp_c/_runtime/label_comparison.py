@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .. import _C
-from .departures import (
-    Departure,
-    get_departures,
+from .comparison_requests import (
+    ComparisonRequest,
     hash_labels,
     make_checksum_request,
-    make_departure,
+    make_request,
 )
+from .departures import get_departures
 
 INTERVAL = 2.0
 """Seconds between two comparisons."""
@@ -149,10 +149,10 @@ def compare() -> None:
                 get_departures().publish(request)
         except (KeyError, RuntimeError, ValueError):  # the process group has ended
             remove(process_group)
-    get_departures().answer()
+    get_departures().answer_requests()
 
 
-def _exchange(process_group: dist.ProcessGroup, labels: Labels) -> Departure | None:
+def _exchange(process_group: dist.ProcessGroup, labels: Labels) -> ComparisonRequest | None:
     """Publishes this rank's hashes. Returns a request if those of the neighbor differ."""
     name = process_group.group_name
     labels.read(name)
@@ -166,7 +166,7 @@ def _exchange(process_group: dist.ProcessGroup, labels: Labels) -> Departure | N
     labels_of_neighbor, intervals_of_neighbor = json.loads(store.get(neighbor))
     if difference := labels.find_difference(labels_of_neighbor):
         number, value, count = difference
-        return make_departure(process_group, number, value, label_count=count)
+        return make_request(process_group, number, value, label_count=count)
     hashes = dict(intervals)
     if number := find_interval(hashes, intervals_of_neighbor):
         return make_checksum_request(process_group, number, hashes[number])

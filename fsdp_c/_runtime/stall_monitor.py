@@ -266,7 +266,7 @@ class StallMonitor(threading.Thread):
             label_comparison.compare()
         elif seconds >= PATIENCE and now - self._read_at >= min(REQUEST_READ_INTERVAL, seconds / 2):
             self._read_at = now
-            get_departures().answer()
+            get_departures().answer_requests()
 
     def _check_end(self) -> None:
         """Reports a failure, and publishes whether an exception ends the process within a pass."""

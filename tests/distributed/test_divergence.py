@@ -162,6 +162,7 @@ def test_rank_that_departs_alone_raises_at_the_time_limit() -> None:
     message, _ = run_ranks(divergence.depart_alone, 2, env=GLOO)
     assert "of parameter group 'blocks." in message
     assert "Timed out after 2 s: 1 of 2 ranks of process group '1' are about to issue" in message
+    assert message.endswith("evaluation: run the same collectives on all ranks")
 
 
 def test_rank_that_departs_again_after_an_interruption_is_counted_once() -> None:

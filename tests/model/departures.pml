@@ -120,7 +120,7 @@ inline publish_difference(i) {
     stopped[me] = 1
 }
 
-/* Departures.answer: reads a difference, or publishes one. */
+/* Departures.answer_requests: reads a difference, or publishes one. */
 inline answer() {
     if
     :: ANY_REQUEST(HAS_DIFFERENCE) -> stopped[me] = 1
@@ -317,9 +317,9 @@ inline issue_collective() {
 #endif
 
 #ifdef WEAK_TWO_RANKS_REQUEST
-#define REQUESTING_RANKS 1
+#define MAX_REQUESTING_RANKS 1
 #else
-#define REQUESTING_RANKS 2
+#define MAX_REQUESTING_RANKS 2
 #endif
 
 #ifdef WEAK_DEPARTING_RANK_WAITS
@@ -331,7 +331,7 @@ inline issue_collective() {
 /* depart: the counter. A signal may arrive during the call of the store. */
 inline count_rank() {
     counted[KEY]++;
-    is_first = counted[KEY] <= REQUESTING_RANKS;
+    is_first = counted[KEY] <= MAX_REQUESTING_RANKS;
     own_number[me] = count[me];
     own_signature[me] = signature;
     if

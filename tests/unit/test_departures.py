@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fsdp_c._runtime import departures
+from fsdp_c._runtime.comparison_requests import ComparisonRequest
 
 WORLD = 2
 
@@ -67,7 +68,7 @@ def test_interrupted_rank_ends_its_departure_unless_the_other_rank_issues_the_co
     own._leave = lambda *args: departures.Departures._leave(own, *args)
     own._delete_when_all_have_read = departures.Departures._delete_when_all_have_read
     group: Any = SimpleNamespace(size=lambda: WORLD)
-    departure = departures.Departure("group", [0, 1], 0, 7, 1, 0, "")
+    departure = ComparisonRequest("group", [0, 1], 0, 7, 1, 0, "")
     try:
         result = departures.Departures.depart(own, departure, group)
         leaves = False
@@ -86,7 +87,7 @@ def test_departing_rank_stores_its_decision_before_it_issues_the_collective(
     store: Any = SharedStore(arrives_at_call=9)
     own: Any = SimpleNamespace(_decide=lambda *args: departures.Departures._decide(own, *args))
     group: Any = SimpleNamespace(size=lambda: WORLD)
-    departure = departures.Departure("group", [0, 1], 0, 7, 1, 0, "")
+    departure = ComparisonRequest("group", [0, 1], 0, 7, 1, 0, "")
     store.add("key", WORLD)
     departures.Departures._wait(own, departure, store, "key", group, False)
     assert store.values["key/decision"] == "issue"

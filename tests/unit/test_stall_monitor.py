@@ -63,7 +63,7 @@ def test_stall_monitor_reports_later_failure_with_equal_text_again(
 
 def test_rank_that_writes_a_report_answers_departing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[str] = []
-    departures = SimpleNamespace(answer=lambda: answers.append("answer"))
+    departures = SimpleNamespace(answer_requests=lambda: answers.append("answer"))
     monkeypatch.setattr(stall_monitor, "get_departures", lambda: departures)
     monkeypatch.setattr(stall_monitor, "find_interrupted_pass", lambda: "")
     own = [make_record(3, records.FAILED), make_record(2, records.WAITING)]

@@ -1,0 +1,123 @@
+"""Requests of a rank that the other ranks compare collectives or checksums with theirs.
+
+Ranks exchange requests through the job's default store (``departures.py``).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from .. import _C
+
+Entries = tuple[int, bytes]
+"""The latest collectives: the number of the oldest one, and all as ``op_entry`` structs."""
+
+
+@dataclass
+class ComparisonRequest:
+    """A collective that this rank is about to issue, or a part of what it has issued.
+
+    - By default: the collective with ``number`` and ``signature``.
+    - With ``label_count``: that many issued collectives from ``number`` on. ``signature`` is the
+      hash of their labels (``label_comparison.py``).
+    - With ``has_checksums``: the interval of checksums with this ``number``. ``signature`` is the
+      hash of the checksums.
+    """
+
+    group: str
+    ranks: list[int]
+    """Global ranks of the process group."""
+    rank: int
+    number: int
+    signature: int
+    first: int
+    """Number of the oldest entry."""
+    entries: str
+    """The latest collectives, or the checksums, as ``op_entry`` structs in base64."""
+    label_count: int = 0
+    has_checksums: bool = False
+
+    @property
+    def was_issued(self) -> bool:
+        return self.label_count > 0 or self.has_checksums
+
+    @property
+    def latest(self) -> Entries:
+        return self.first, base64.b64decode(self.entries)
+
+
+def make_request(
+    process_group: dist.ProcessGroup,
+    number: int,
+    signature: int,
+    entry: bytes = b"",
+    label_count: int = 0,
+) -> ComparisonRequest:
+    """Describes collectives of this rank.
+
+    ``entry`` is the ``op_entry`` of a collective that this rank is about to issue. It is appended
+    to the entries of the issued collectives. ``entry`` is empty if the collectives were issued.
+    """
+    first, entries = _C.collective_entries(process_group.group_name)
+    request = _make_request(process_group, number, signature, (first, entries + entry))
+    request.label_count = label_count
+    return request
+
+
+def make_checksum_request(
+    process_group: dist.ProcessGroup, number: int, signature: int
+) -> ComparisonRequest:
+    """Describes an interval of checksums (``csrc/transport/checksums.h``)."""
+    entries = _C.checksum_entries(process_group.group_name, number)
+    request = _make_request(process_group, number, signature, entries)
+    request.has_checksums = True
+    return request
+
+
+def _make_request(
+    process_group: dist.ProcessGroup, number: int, signature: int, entries: Entries
+) -> ComparisonRequest:
+    return ComparisonRequest(
+        process_group.group_name,
+        dist.get_process_group_ranks(process_group),
+        process_group.rank(),
+        number,
+        signature,
+        entries[0],
+        base64.b64encode(entries[1]).decode(),
+    )
+
+
+def hash_labels(labels: list[int]) -> int:
+    """Returns a hash of the labels, 0 if one of them is unknown."""
+    if 0 in labels:
+        return 0
+    data = b"".join(label.to_bytes(8, "little") for label in labels)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def find_issued_entries(request: ComparisonRequest) -> Entries | None:
+    """Returns what this rank has issued if its signature is known and differs from the request."""
+    with contextlib.suppress(RuntimeError, ValueError):  # the process group has ended
+        if _get_signature(request) not in (0, request.signature):
+            if request.has_checksums:
+                return _C.checksum_entries(request.group, request.number)
+            return _C.collective_entries(request.group)
+    return None
+
+
+def _get_signature(request: ComparisonRequest) -> int:
+    """Returns this rank's value of ``request.signature``; 0: unknown."""
+    if request.has_checksums:
+        return dict(_C.checksum_intervals(request.group)).get(request.number, 0)
+    count = request.label_count
+    if not count:
+        return _C.collective_signature(request.group, request.number)
+    first, labels = _C.collective_labels(request.group, request.number)
+    is_known = first == request.number and len(labels) >= count
+    return hash_labels(labels[:count]) if is_known else 0
