@@ -64,7 +64,8 @@ static int64_t write_inputs(const sim_param *p, int32_t dim, int64_t world, int6
     int64_t defined = dim == p->shape.dim ? padded : sim_local_numel(p, dim, world, rank);
     fct_dtype dtypes[3] = {sim_compute_dtype(p)};
     int64_t numels[3] = {padded};
-    size_t inputs = p->core.extended ? sim_extended_inputs(p, padded, grown, dtypes, numels) : 1;
+    size_t inputs =
+        p->core.extended ? sim_describe_extension_inputs(p, padded, grown, dtypes, numels) : 1;
     double *values = (double *)sim_scratch((size_t)(padded + 1) * sizeof *values);
     sim_shard_values(p, p->full, dim, world, rank, values);
     for (size_t i = 0; i < inputs; i++) {

@@ -1,7 +1,8 @@
 /* All-gather extensions of simulated parameters: their hooks, and the inputs of the other ranks.
  *
- *   inputs:    the padded shard divided by 2, in the compute dtype and again in a second dtype;
- *              SIM_EXTENDED_GROWS adds one, two or three pairs of float64 in turn
+ *   inputs:    the padded shard divided by 2, in the compute dtype, twice. SIM_EXTENDED_TYPES makes
+ *              the second input float64. SIM_EXTENDED_GROWS adds a third input of 2, 4 or 6 float64
+ *              elements; its size changes at each gather
  *   unsharded: a separate tensor, the sum of the first two outputs
  *
  * All work is queued on the current stream, so a hook on the wrong stream is a detected race. */
@@ -112,8 +113,9 @@ static void check_outputs(const sim_param *p) {
     }
 }
 
-/* Creates a tensor for the inner memory, and the unsharded parameter over it. */
-static fc_status make_first(sim_param *p) {
+/* Creates the inner tensor (torch: FSDPParam._unsharded_inner_tensors), and the unsharded parameter
+ * over its memory. */
+static fc_status create_unsharded(sim_param *p) {
     fct_tensor *inner = NULL;
     fct_tensor *made = NULL;
     fc_status status = FC_ERAISED;
@@ -142,15 +144,15 @@ fc_status sim_extend_unsharded(void *owner) {
     sim_log("made:%s", p->name);
     check_outputs(p);
     if (p->core.unsharded == NULL) {
-        return make_first(p);
+        return create_unsharded(p);
     }
     return sum_outputs(p, p->core.extension.inner[0].tensor) == 0 ? FC_OK : FC_ERAISED;
 }
 
 /* ---- inputs of the other ranks ---- */
 
-size_t sim_extended_inputs(const sim_param *p, int64_t padded, int64_t grown, fct_dtype *dtypes,
-                           int64_t *numels) {
+size_t sim_describe_extension_inputs(const sim_param *p, int64_t padded, int64_t grown,
+                                     fct_dtype *dtypes, int64_t *numels) {
     const fct_dtype types[3] = {sim_compute_dtype(p), second_dtype(p), FCK_FLOAT64};
     const int64_t sizes[3] = {padded, padded, grown};
     memcpy(dtypes, types, sizeof types);

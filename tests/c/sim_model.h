@@ -212,8 +212,8 @@ fc_status sim_extend_inputs(void *param);
 fc_status sim_extend_unsharded(void *param);
 /* Returns the number of inputs that each rank sends (at most 3), with their dtypes and sizes.
  * `grown`: elements of the input whose size changes. */
-size_t sim_extended_inputs(const sim_param *p, int64_t padded, int64_t grown, fct_dtype *dtypes,
-                           int64_t *numels);
+size_t sim_describe_extension_inputs(const sim_param *p, int64_t padded, int64_t grown,
+                                     fct_dtype *dtypes, int64_t *numels);
 /* Creates the parameter as a contiguous tensor over flat memory. */
 int sim_whole_tensor(const sim_param *p, const fct_tensor *flat, fct_tensor **out);
 
