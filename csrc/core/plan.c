@@ -482,7 +482,7 @@ static void choose_alignment(fc_reduce_plan *plan, int device_type) {
     }
 }
 
-fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, bool *foreign,
+fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, bool *needs_fallback,
                                  fc_error *err) {
     assert(plan->count <= plan->capacity);
     int64_t offset = 0; /* upper bound of the row's elements */
@@ -490,14 +490,14 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
     bool complex = false;
     uint64_t dtypes = 0; /* one bit per dtype of a gradient; torch has fewer than 64 dtypes */
     int device_type = 0; /* device type of the gradients */
-    *foreign = false;
+    *needs_fallback = false;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_layout *layout = &plan->params[i]->layout;
         fct_facts facts;
         int64_t total = 0;
         fc_status status = check_gradient(plan, i, &facts, err);
         if (status != FC_OK || !facts.strided) {
-            *foreign = status == FC_OK;
+            *needs_fallback = status == FC_OK;
             return status;
         }
         fct_dtype common = i == 0 ? facts.dtype : fc_dtype_wider(grad_dtype, facts.dtype);

@@ -138,14 +138,14 @@ fct_chunk_layout fc_chunk_list_layout(const fc_chunk_list *list);
 /* Reserves space for `capacity` gradients. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);
 /* Checks the collected gradients and lays them out in one chunk: sets slots and row_numel. Sets
- * *foreign and lays out nothing if a gradient is a tensor subclass without memory, which only
- * torch's functions can read.
+ * *needs_fallback and lays out nothing if a gradient is a tensor subclass without memory: only
+ * torch's functions can read it.
  *
  * `reduce_dtype` FCT_NO_DTYPE: the widest dtype of the gradients; returns FC_EASSERT if two of
  * their dtypes have no wider one in common (fc_dtype_wider). For complex gradients a real reduce
  * dtype is the dtype of their parts. */
 FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype,
-                                          bool *foreign, fc_error *err);
+                                          bool *needs_fallback, fc_error *err);
 /* Returns the offset of the slot after a slot of `numel` elements at `offset`. */
 int64_t fc_reduce_plan_next_offset(int64_t align, int64_t offset, int64_t numel);
 /* Returns the elements between the end of slot `i` of a packed plan and the next slot or the end of

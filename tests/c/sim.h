@@ -123,6 +123,7 @@ sim_fault_kind sim_fault_fired(const char **name);
 bool sim_fault(sim_fault_kind kind, const char *name);
 bool sim_error_pending(void); /* an exception is set */
 int sim_raise(void);          /* sets the pending error, and returns -1 */
+void sim_discard_error(void); /* discards the pending error */
 /* Returns the text that the core last added to an exception's message, or "". */
 const char *sim_error_explanation(void);
 
@@ -182,7 +183,7 @@ void sim_collectives_stall(bool stall);
 /* Number of calls of fct_pg_register_user that succeeded. */
 int sim_registered_users(void);
 /* Sets the result of fct_compare_plan for plans other than 0, if the caller waits. */
-void sim_plans_differ(bool differ);
+void sim_set_plans_differ(bool differ);
 /* A checksum that fct_add_checksum received. */
 typedef struct sim_checksum {
     fct_op_kind kind;
@@ -197,11 +198,11 @@ size_t sim_checksum_intervals(void);
 void sim_capture(bool capturing);
 bool sim_captures(void);
 /* Sets whether fct_agree_start issues an agreement, and the difference that it finds ("": none). */
-void sim_ranks_agree(bool agree, const char *difference);
+void sim_set_agreement(bool enabled, const char *difference);
 /* Returns the number of agreements that were issued and not waited for. */
 int sim_agreements_in_flight(void);
 /* Sets the result of fct_work_is_cpu_bound and fct_gather_is_cpu_bound. */
-void sim_collectives_are_cpu_bound(bool are);
+void sim_set_cpu_bound(bool is_bound);
 
 /* ---- several ranks ---- */
 

@@ -8,7 +8,7 @@
 enum { CHECKSUMS_MAX = 16384 };
 
 static _Thread_local fct_plan_state plan_state;
-static _Thread_local bool ranks_agree;
+static _Thread_local bool has_agreement;
 static _Thread_local const char *agreed_difference;
 static _Thread_local int agreements_in_flight;
 static _Thread_local sim_checksum checksums[CHECKSUMS_MAX];
@@ -23,7 +23,7 @@ void sim_agreements_begin(void) {
     interval_count = 0;
     numbered = 0;
     memset(has_ended, 0, sizeof has_ended);
-    sim_ranks_agree(false, "");
+    sim_set_agreement(false, "");
 }
 
 int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
@@ -37,7 +37,7 @@ int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
     return 0;
 }
 
-void sim_plans_differ(bool differ) {
+void sim_set_plans_differ(bool differ) {
     plan_state = differ ? FCT_PLANS_DIFFER : FCT_PLANS_EQUAL;
 }
 
@@ -84,7 +84,7 @@ size_t sim_checksums(const sim_checksum **list) {
 int fct_agree_start(fct_pg *pg, bool *issued) {
     (void)pg;
     *issued = false;
-    if (!ranks_agree) {
+    if (!has_agreement) {
         return 0;
     }
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_agree_start")) {
@@ -96,7 +96,7 @@ int fct_agree_start(fct_pg *pg, bool *issued) {
 }
 
 bool fct_agree_start_waits(fct_pg *pg) {
-    return pg != NULL && ranks_agree;
+    return pg != NULL && has_agreement;
 }
 
 int fct_agree_await(fct_pg *pg, fct_difference *difference) {
@@ -109,8 +109,8 @@ int fct_agree_await(fct_pg *pg, fct_difference *difference) {
     return 0;
 }
 
-void sim_ranks_agree(bool agree, const char *difference) {
-    ranks_agree = agree;
+void sim_set_agreement(bool enabled, const char *difference) {
+    has_agreement = enabled;
     agreed_difference = difference;
     agreements_in_flight = 0;
 }

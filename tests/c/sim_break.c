@@ -66,7 +66,7 @@ static void recover(sim_model *m, const sim_breakage *b) {
         if (fc_state_reset(&m->layers[0].core) != FC_OK) {
             sim_model_check(m, "after a failed reset");
         }
-        fct_error_put_back(NULL);
+        sim_discard_error();
     }
     sim_fault_arm(0, SIM_ONCE);
     if (fc_state_reset(&m->layers[0].core) != FC_OK) {
@@ -80,7 +80,7 @@ static void recover(sim_model *m, const sim_breakage *b) {
 /* Checks the state after the failed step, recovers and repeats the step. */
 static void repeat_step(sim_model *m, const sim_breakage *b, fc_status status) {
     sim_model_check(m, "after a failure");
-    fct_error_put_back(NULL);
+    sim_discard_error();
     if (b->step_before_reset) {
         sim_fault_arm(0, SIM_ONCE);
         sim_model_discard_step(m);

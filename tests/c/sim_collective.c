@@ -273,7 +273,7 @@ bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
     return are_cpu_bound && row_bytes > 0;
 }
 
-void sim_collectives_are_cpu_bound(bool are) {
+void sim_set_cpu_bound(bool are) {
     are_cpu_bound = are;
 }
 

@@ -135,6 +135,10 @@ void fct_error_put_back(void *error) {
     faults.error = error != NULL;
 }
 
+void sim_discard_error(void) {
+    faults.error = false;
+}
+
 void fct_error_explain(const char *text) {
     assert_true(faults.error);
     assert_non_null(text);

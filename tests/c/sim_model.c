@@ -354,7 +354,7 @@ sim_model *sim_model_new(const sim_scenario *scenario) {
     m->layer_count = scenario->layers + 1;
     fc_comm_init(&m->comm, sim_device());
     fc_set_min_owned_chunk_bytes(scenario->device.chunks ? 1 : SIM_NEVER_SPLIT);
-    sim_ranks_agree(scenario->agrees, "");
+    sim_set_agreement(scenario->has_agreement, "");
     m->comm.checksums = scenario->checksums;
     if (scenario->max_reductions > 0) {
         m->comm.max_reductions = scenario->max_reductions;

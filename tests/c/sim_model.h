@@ -83,7 +83,7 @@ typedef struct sim_scenario {
     bool unpinned;
     bool memory_of_groups; /* buffers come from the process groups' allocators */
     bool without_memory;   /* but the process groups have no allocator */
-    bool agrees;           /* each backward ends with an agreement on its collectives */
+    bool has_agreement;    /* each backward ends with an agreement on its collectives */
     bool checksums;        /* ranks compare checksums of data */
     bool swaps_layers;     /* forward runs the second layer before the first */
     bool skips_layer;      /* forward leaves out the last layer */

@@ -141,12 +141,12 @@ static void settle(sim_model *m, size_t live_bytes) {
 static void reset(sim_model *m, size_t live_bytes) {
     fc_status status = FC_ERAISED;
     const bool is_buggy = self->number == 0;
-    fct_error_put_back(NULL);
+    sim_discard_error();
     sim_wait_drop(SIM_EVENT_WAIT, test.bug == RESET_WITHOUT_WAITS && is_buggy ? -1 : 0);
     for (int i = 0; i < 3 && status != FC_OK; i++) {
         status =
             test.bug == LEAVES_OUT_RESET && is_buggy ? FC_OK : fc_state_reset(&m->layers[0].core);
-        fct_error_put_back(NULL);
+        sim_discard_error();
     }
     sim_wait_drop(SIM_EVENT_WAIT, 0);
     if (status != FC_OK && !self->dead) {

@@ -3,6 +3,7 @@
 
 #include "sim.h"
 
+/* c10::ScalarType numbers without a name in kernels.h. */
 enum { INT64 = 4, COMPLEX32 = 8, COMPLEX64 = 9, COMPLEX128 = 10, BITS1X8 = 18 };
 
 static void dtype_has_torch_size_and_name(void **state) {

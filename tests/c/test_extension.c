@@ -155,7 +155,7 @@ static void failed_extension_call_can_be_repeated(void **state) {
         status = status == FC_OK ? alloc() : status;
         failures += status != FC_OK;
         sim_fault_arm(0, SIM_ONCE);
-        fct_error_put_back(NULL);
+        sim_discard_error();
         fc_extension_free(&extension);
         assert_int_equal(fc_extension_bytes(&extension), 0);
         assert_int_equal(fc_extension_set_inner(&extension, inner, 1), FC_OK);

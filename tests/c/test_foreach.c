@@ -59,10 +59,13 @@ static void end(fixture *f) {
     sim_end();
 }
 
-static fct_tensor *new_marked_tensor(fct_dtype dtype, int64_t numel) {
+/* The value of elements that a transfer must not write. */
+static const double UNWRITTEN = 77;
+
+static fct_tensor *new_unwritten_tensor(fct_dtype dtype, int64_t numel) {
     double values[NUMEL_MAX];
     for (int i = 0; i < NUMEL_MAX; i++) {
-        values[i] = 77;
+        values[i] = UNWRITTEN;
     }
     return sim_tensor_new(dtype, 1, &numel, values);
 }
@@ -77,12 +80,12 @@ static void expect_launches(const char *expected) {
 static void pack_of_one_dtype_is_one_operation(void **state) {
     (void)state;
     fixture f;
-    const double row[8] = {77, 77, 77, 77, 1, 2, 10, 11};
+    const double row[8] = {UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, 1, 2, 10, 11};
     begin(&f);
     add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
     add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 10);
     build_plan(&f);
-    fct_tensor *buffer = new_marked_tensor(FCK_FLOAT32, 8);
+    fct_tensor *buffer = new_unwritten_tensor(FCK_FLOAT32, 8);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 16, &f.err), FC_OK);
     expect_launches("fct_foreach_copy");
     sim_tensor_expect(buffer, row, "the gather buffer");
@@ -99,7 +102,7 @@ static void pack_with_casts_is_one_operation_per_dtype_pair(void **state) {
     add_param(&f, 2, 2, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
     add_param(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 20);
     build_plan(&f);
-    fct_tensor *buffer = new_marked_tensor(FCK_BFLOAT16, 6);
+    fct_tensor *buffer = new_unwritten_tensor(FCK_BFLOAT16, 6);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 0, &f.err), FC_OK);
     expect_launches("fct_foreach_copy fct_foreach_copy");
     sim_tensor_expect(buffer, row, "the gather buffer");
@@ -126,7 +129,7 @@ static void pack_into_byte_row_copies_shards_without_cast_in_one_operation(void 
     build_plan(&f);
     assert_int_equal(f.plan.dtype, FCK_UINT8);
     assert_int_equal(f.plan.slots[2].offset, 10);
-    fct_tensor *buffer = new_marked_tensor(FCK_UINT8, 14);
+    fct_tensor *buffer = new_unwritten_tensor(FCK_UINT8, 14);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 0, &f.err), FC_OK);
     expect_launches("fct_tensor_cast fct_foreach_copy");
     assert_int_equal(fct_tensor_alias_as(buffer, FCK_FLOAT32, 1, two, one, 0, &floats), 0);
@@ -254,7 +257,7 @@ static void unpack_splits_off_alignment_gaps(void **state) {
 /* Packs the gradients of all parameters, numbered from 1, for two ranks. */
 static void pack_gradients(fixture *f, const fct_dtype *dtypes, fct_dtype reduce,
                            const double *packed, int64_t numel) {
-    bool foreign = true;
+    bool needs_fallback = true;
     double next = 1;
     assert_int_equal(fc_reduce_plan_reserve(&f->reduce, f->count), FC_OK);
     for (size_t i = 0; i < f->count; i++) {
@@ -270,9 +273,9 @@ static void pack_gradients(fixture *f, const fct_dtype *dtypes, fct_dtype reduce
         }
         f->reduce.count++;
     }
-    assert_int_equal(fc_reduce_plan_lay_out(&f->reduce, reduce, &foreign, &f->err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&f->reduce, reduce, &needs_fallback, &f->err), FC_OK);
     assert_int_equal(f->reduce.row_numel * 2, numel);
-    fct_tensor *buffer = new_marked_tensor(f->reduce.dtype, numel);
+    fct_tensor *buffer = new_unwritten_tensor(f->reduce.dtype, numel);
     sim_calls_clear();
     assert_int_equal(fc_foreach_pack_gradients(&f->foreach, &f->reduce, 2, buffer, 0, sim_device()),
                      FC_OK);

@@ -75,7 +75,7 @@ static void gather_with_different_plans_fails_in_start_or_in_await(void **state)
         begin(2, false);
         const size_t before = sim_live_bytes();
         fc_process_group_set_plan(&group->core.base.shard, 7, 0);
-        sim_plans_differ(true);
+        sim_set_plans_differ(true);
         gather->prefetching = waits == 0;
         if (waits == 0) {
             start();
@@ -88,7 +88,7 @@ static void gather_with_different_plans_fails_in_start_or_in_await(void **state)
         assert_false(gather->pending.active);
         assert_string_equal(model->comm.error.message,
                             "the model of rank 1 differs from that of rank 0");
-        sim_plans_differ(false);
+        sim_set_plans_differ(false);
         gather->prefetching = false;
         start();
         wait_and_copy_out();
@@ -102,12 +102,12 @@ static void gather_is_cpu_bound_only_on_cpu_device(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         begin_on((sim_config){.seed = 7, .streams = streams != 0}, 2, false);
-        sim_collectives_are_cpu_bound(true);
+        sim_set_cpu_bound(true);
         assert_false(fc_gather_is_cpu_bound(gather, false)); /* no plan yet */
         start();
         wait_and_copy_out();
         assert_int_equal(fc_gather_is_cpu_bound(gather, false), !streams);
-        sim_collectives_are_cpu_bound(false);
+        sim_set_cpu_bound(false);
         assert_false(fc_gather_is_cpu_bound(gather, false));
         end();
     }
@@ -172,7 +172,7 @@ static void repeat_with_each_copy_out_call_failing(bool chunks, size_t least) {
         const fc_status status = fc_gather_copy_out(gather);
         failures += status != FC_OK;
         sim_fault_arm(0, SIM_ONCE);
-        fct_error_put_back(NULL);
+        sim_discard_error();
         if (status != FC_OK) {
             for (size_t i = 0; i < group->count; i++) {
                 const fct_tensor *flat = group->params[i].core.flat;

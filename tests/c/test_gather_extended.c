@@ -91,7 +91,7 @@ static void repeat_with_each_call_failing(sim_config device, int64_t world) {
         status = status == FC_OK ? wait_and_copy_out() : status;
         failures += status != FC_OK;
         sim_fault_arm(0, SIM_ONCE);
-        fct_error_put_back(NULL);
+        sim_discard_error();
         if (status != FC_OK) {
             for (size_t i = 0; i < group->count; i++) {
                 const fc_extension *e = &group->params[i].core.extension;
@@ -129,7 +129,7 @@ static void failed_extended_copy_out_abandons_gather(void **state) {
     assert_int_equal(fc_gather_await(gather), FC_OK);
     sim_fault_arm(1, SIM_ONCE);
     assert_int_not_equal(fc_gather_copy_out(gather), FC_OK);
-    fct_error_put_back(NULL);
+    sim_discard_error();
     assert_false(gather->pending.active);
     end();
 }

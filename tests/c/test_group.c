@@ -356,7 +356,7 @@ static void freezing_unsharded_parameter_freezes_sharded_parameter(void **state)
     sim_fault_arm(1, SIM_ONCE);
     assert_int_equal(fc_group_to_sharded(f.core), FC_ERAISED);
     sim_fault_arm(0, SIM_ONCE);
-    fct_error_put_back(NULL);
+    sim_discard_error();
     expect_state(&f, FC_UNSHARDED, false);
     expect_frozen(&f, p);
     end(&f);
@@ -444,7 +444,7 @@ static void failed_wait_unshard_can_be_repeated_without_new_gather(void **state)
             sim_fault_arm(0, SIM_ONCE);
             if (status != FC_OK) {
                 expect_state(&f, FC_SHARDED, true);
-                fct_error_put_back(NULL);
+                sim_discard_error();
                 assert_int_equal(fc_group_wait_unshard(f.core), FC_OK);
             }
             assert_int_equal(count_gathers(), 1);
@@ -475,7 +475,7 @@ static void transition_after_failed_rollback_repairs_registration_first(void **s
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false),
                      FC_ERAISED); /* the repair fails again */
     sim_fault_arm(0, SIM_ONCE);
-    fct_error_put_back(NULL);
+    sim_discard_error();
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
     assert_false(f.core->registration_dirty);
     assert_int_equal(p->registered[0], FC_UNSHARDED);
@@ -558,7 +558,7 @@ static void backward_prefetches_preceding_group_of_post_forward_order(void **sta
 static void backward_prefetch_skips_cpu_bound_gather(void **state) {
     (void)state;
     fixture f = begin(plain);
-    sim_collectives_are_cpu_bound(true);
+    sim_set_cpu_bound(true);
     assert_int_equal(fc_group_pre_backward(run_forwards(&f), true), FC_OK);
     assert_string_equal(sim_log_text(), "gather:1");
     expect_state(&f, FC_SHARDED, false);

@@ -303,7 +303,7 @@ typedef struct reduction {
     fc_param matrix; /* 5 x 3, sharded on dim 0 */
     fc_param vector; /* 3 elements */
     fc_reduce_plan plan;
-    bool foreign; /* output of the latest fc_reduce_plan_lay_out */
+    bool needs_fallback; /* output of the latest fc_reduce_plan_lay_out */
     fc_error err;
 } reduction;
 
@@ -332,7 +332,8 @@ static void reduce_plan_distributes_gradients_to_rank_rows(void **state) {
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.needs_fallback, &r.err),
+                     FC_OK);
     assert_int_equal(r.plan.dtype, FCK_FLOAT32);
     assert_int_equal(r.plan.row_numel, 9 + 2);
     assert_int_equal(r.plan.slots[0].offset, 0);
@@ -352,8 +353,8 @@ static void reduce_plan_on_cuda_starts_slots_and_rows_at_16_bytes(void **state) 
         collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
         sim_tensor_relocate(r.plan.grads[0], cuda);
         sim_tensor_relocate(r.plan.grads[1], cuda);
-        assert_int_equal(fc_reduce_plan_lay_out(&r.plan, reduce_dtypes[i], &r.foreign, &r.err),
-                         FC_OK);
+        assert_int_equal(
+            fc_reduce_plan_lay_out(&r.plan, reduce_dtypes[i], &r.needs_fallback, &r.err), FC_OK);
         assert_int_equal(r.plan.align, i == 0 ? 4 : 8);
         assert_int_equal(r.plan.slots[1].offset, i == 0 ? 12 : 16); /* after 9 elements */
         assert_int_equal(r.plan.row_numel, i == 0 ? 16 : 24);
@@ -367,7 +368,8 @@ static void reduce_plan_skips_parameters_without_gradient(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.needs_fallback, &r.err),
+                     FC_OK);
     assert_int_equal(r.plan.row_numel, 2);
     assert_ptr_equal(r.plan.params[0], &r.vector);
     end(&r);
@@ -377,7 +379,8 @@ static void reduce_dtype_overrides_gradient_dtype(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_BFLOAT16));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCK_FLOAT32, &r.foreign, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCK_FLOAT32, &r.needs_fallback, &r.err),
+                     FC_OK);
     assert_int_equal(r.plan.dtype, FCK_FLOAT32);
     assert_true(r.plan.native);
     end(&r);
@@ -390,7 +393,8 @@ static fct_dtype reduce_dtype_of(fct_dtype first, fct_dtype second) {
                   fck_can_cast(FCK_DEVICE_CPU, second, FCK_FLOAT32) != 0;
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, first));
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, second));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.needs_fallback, &r.err),
+                     FC_OK);
     fct_dtype dtype = r.plan.dtype;
     assert_int_equal(r.plan.native, floats);
     end(&r);
@@ -459,7 +463,8 @@ static fct_dtype complex_reduce_dtype_of(fct_dtype reduce_dtype) {
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, COMPLEX64));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, reduce_dtype, &r.foreign, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, reduce_dtype, &r.needs_fallback, &r.err),
+                     FC_OK);
     fct_dtype dtype = r.plan.dtype;
     end(&r);
     return dtype;
@@ -479,10 +484,12 @@ static void gradients_without_common_dtype_require_reduce_dtype(void **state) {
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, INT64));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_EASSERT);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.needs_fallback, &r.err),
+                     FC_EASSERT);
     assert_string_equal(r.err.message, "FSDP reduce-scatter expects uniform gradient dtype but got "
                                        "{torch.float32, torch.int64}");
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCK_FLOAT32, &r.foreign, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCK_FLOAT32, &r.needs_fallback, &r.err),
+                     FC_OK);
     end(&r);
 }
 
@@ -493,7 +500,8 @@ static void reduce_plan_of_nonzero_dim_has_several_blocks(void **state) {
     fc_param p = param_of("p", 2, sizes, 1, FCK_FLOAT32, FCT_NO_DTYPE);
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
     collect(&r.plan, &p, gradient_of(2, sizes, FCK_FLOAT32));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.needs_fallback, &r.err),
+                     FC_OK);
     assert_int_equal(r.plan.slots[1].offset, 2);
     assert_int_equal(r.plan.row_numel, 2 + 6);
     fc_param_fini(&p);
@@ -511,7 +519,8 @@ static void non_contiguous_gradient_is_copied(void **state) {
     collect(&r.plan, &r.matrix, sim_tensor_view(transposed, 2, matrix_sizes, strides));
     fct_tensor_facts(transposed, &facts);
     fct_tensor_release(transposed);
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.needs_fallback, &r.err),
+                     FC_OK);
     fct_tensor_facts(r.plan.grads[0], &copied);
     assert_true(copied.contiguous);
     assert_ptr_not_equal(copied.data, facts.data);
@@ -522,7 +531,8 @@ static void gradient_of_wrong_size_is_refused_with_name(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(1, vector_sizes, FCK_FLOAT32));
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_EASSERT);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.needs_fallback, &r.err),
+                     FC_EASSERT);
     assert_string_equal(r.err.message,
                         "the gradient of parameter 'matrix' has 3 elements; expected 15");
     end(&r);
@@ -534,7 +544,8 @@ static void gradient_with_freed_memory_is_refused(void **state) {
     fct_tensor *grad = gradient_of(1, vector_sizes, FCK_FLOAT32);
     fct_storage_free(grad);
     collect(&r.plan, &r.vector, grad);
-    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.foreign, &r.err), FC_EASSERT);
+    assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.needs_fallback, &r.err),
+                     FC_EASSERT);
     assert_string_equal(r.err.message,
                         "the gradient of parameter 'vector' lies outside its storage");
     end(&r);

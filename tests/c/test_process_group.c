@@ -17,7 +17,7 @@ static fc_process_group begin(void) {
 }
 
 static void end(fc_process_group *pg) {
-    fct_error_put_back(NULL);
+    sim_discard_error();
     fc_process_group_fini(pg);
     sim_end();
 }
@@ -94,7 +94,7 @@ static void failed_collective_names_operation_modules_position_and_rank(void **s
                         "all-reduce of parameter group 'blocks.3' (step 4, backward) failed on "
                         "rank 1 of 2 of process group 'world'");
     for (int root = 0; root < 2; root++) {
-        fct_error_put_back(NULL);
+        sim_discard_error();
         sim_fault_arm(1, SIM_ONCE);
         assert_int_equal(all_reduce(&group, root ? "" : NULL, row, &work), FC_ERAISED);
         assert_non_null(
@@ -153,7 +153,7 @@ static void failed_wait_keeps_work(void **state) {
     assert_non_null(work);
     assert_non_null(strstr(sim_error_explanation(),
                            "all-gather of parameter group '0' (step 0, forward) failed"));
-    fct_error_put_back(NULL);
+    sim_discard_error();
     assert_int_equal(fc_process_group_wait(&group, "0", FC_ALL_REDUCE, &work), FC_OK);
     assert_null(work);
     fct_tensor_release(row);
@@ -189,13 +189,13 @@ static void plan_is_compared_until_the_answers_are_read(void **state) {
     assert_int_equal(result.state, FCT_PLANS_UNKNOWN);
     assert_false(group.compared);
     assert_int_equal(group.number, 3);
-    sim_plans_differ(true);
+    sim_set_plans_differ(true);
     for (int i = 0; i < 2; i++) {
         assert_int_equal(compare_plan(&group, true, &result), FC_OK);
         assert_int_equal(result.state, FCT_PLANS_DIFFER);
         assert_int_equal(result.rank, 1);
     }
-    sim_plans_differ(false);
+    sim_set_plans_differ(false);
     sim_fault_arm(1, SIM_ONCE);
     assert_int_equal(compare_plan(&group, true, &result), FC_ERAISED);
     assert_non_null(strstr(sim_error_explanation(),

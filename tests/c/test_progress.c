@@ -38,6 +38,15 @@ static progress_task *add(progress_thread *thread, int number) {
     return task;
 }
 
+/* The thread may release its references last. A second release of a task would free its memory
+ * twice, which AddressSanitizer reports. */
+static void wait_until_destroyed(int count) {
+    while (__atomic_load_n(&destroyed, __ATOMIC_SEQ_CST) < count) {
+        (void)usleep(1000);
+    }
+    assert_int_equal(__atomic_load_n(&destroyed, __ATOMIC_SEQ_CST), count);
+}
+
 static int begin(void **state) {
     (void)state;
     (void)alarm(ALARM);
@@ -67,9 +76,7 @@ static void progress_tasks_run_in_order_and_are_destroyed_once(void **state) {
         progress_task_release(tasks[i]);
     }
     progress_thread_free(thread);
-    while (__atomic_load_n(&destroyed, __ATOMIC_SEQ_CST) < TASKS) {
-        (void)usleep(1000); /* the thread may release its reference last */
-    }
+    wait_until_destroyed(TASKS);
 }
 
 static void freed_progress_thread_runs_the_tasks_that_were_added(void **state) {
@@ -87,24 +94,21 @@ static void freed_progress_thread_runs_the_tasks_that_were_added(void **state) {
     }
     assert_int_equal(ran, 3);
     progress_task_release(last);
-    while (__atomic_load_n(&destroyed, __ATOMIC_SEQ_CST) < 3) {
-        (void)usleep(1000);
-    }
+    wait_until_destroyed(3);
 }
 
-static void progress_thread_without_tasks_is_freed(void **state) {
+static void free_of_unused_or_null_progress_objects_does_not_crash(void **state) {
     (void)state;
     progress_thread_free(progress_thread_new());
     progress_thread_free(NULL);
     progress_task_release(NULL);
-    assert_int_equal(ran, 0);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup(progress_tasks_run_in_order_and_are_destroyed_once, begin),
         cmocka_unit_test_setup(freed_progress_thread_runs_the_tasks_that_were_added, begin),
-        cmocka_unit_test_setup(progress_thread_without_tasks_is_freed, begin),
+        cmocka_unit_test_setup(free_of_unused_or_null_progress_objects_does_not_crash, begin),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -265,7 +265,7 @@ static void expect_in_flight_after_reduction(bool streams, bool is_cpu_bound, fc
     scenario.device.streams = streams;
     scenario.overlap = overlap;
     fixture f = begin(scenario);
-    sim_collectives_are_cpu_bound(is_cpu_bound);
+    sim_set_cpu_bound(is_cpu_bound);
     if (streams) {
         assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
     }

@@ -40,7 +40,7 @@ static fixture *make_fixture(fc_sharded_state own, unsigned failing) {
     memset(&f, 0, sizeof f);
     modules.calls = 0;
     modules.failing = failing;
-    fct_error_put_back(NULL);
+    sim_discard_error();
     for (size_t i = 0; i < COUNT; i++) {
         modules.held[i] = own;
         f.params[i] = (fc_param){.owner = &modules.held[i], .registered_state = own};
@@ -89,7 +89,7 @@ static void failed_rollback_of_registration_sets_dirty_until_next_swap(void **st
     assert_string_equal(f->comm.error.message,
                         "parameter 1 has sharded state 0 in a group of sharded state 1");
     assert_true(sim_error_pending());
-    fct_error_put_back(NULL);
+    sim_discard_error();
     assert_int_equal(fc_registration_swap(&f->base, FC_SHARDED, FC_SHARDED, &f->dirty), FC_OK);
     expect_all(f, FC_SHARDED);
     assert_false(f->dirty);

@@ -1,20 +1,20 @@
-/* The begin of an iteration, and the agreement on collectives at the end of a backward. Whole steps
- * are in test_train.c, resets in test_reset.c. */
+/* The begin of an iteration, and the agreement at the end of a backward: the comparison of the
+ * ranks' collectives. Whole steps are in test_train.c, resets in test_reset.c. */
 #include "core/state.h"
 
 #include <string.h>
 
 #include "sim_model.h"
 
-static const sim_scenario agreeing = {.world = 2,
-                                      .replicas = 2,
-                                      .layers = 3,
-                                      .agrees = true,
-                                      .shape_count = 1,
-                                      .shapes = {{.ndim = 1, .sizes = {4}}}};
+static const sim_scenario with_agreement = {.world = 2,
+                                            .replicas = 2,
+                                            .layers = 3,
+                                            .has_agreement = true,
+                                            .shape_count = 1,
+                                            .shapes = {{.ndim = 1, .sizes = {4}}}};
 
 static sim_model *begin(bool streams) {
-    sim_scenario scenario = agreeing;
+    sim_scenario scenario = with_agreement;
     scenario.device.seed = 7; /* no collective completes at once */
     scenario.device.streams = streams;
     sim_begin(scenario.device);
@@ -35,7 +35,7 @@ static void begin_iteration_without_after_compute_skips_compute_stream(void **st
         const fc_status status = fc_state_begin_iteration(&m->layers[0].core, after != 0);
         assert_int_equal(status, after != 0 ? FC_ERAISED : FC_OK);
         sim_fault_arm(0, SIM_ONCE);
-        fct_error_put_back(NULL);
+        sim_discard_error();
         end(m);
     }
 }
@@ -43,12 +43,12 @@ static void begin_iteration_without_after_compute_skips_compute_stream(void **st
 static void different_collectives_of_ranks_fail_the_backward(void **state) {
     (void)state;
     sim_model *m = begin(false);
-    sim_ranks_agree(true, "collective mismatch: rank 0 gathers 'a', rank 1 gathers 'b'");
+    sim_set_agreement(true, "collective mismatch: rank 0 gathers 'a', rank 1 gathers 'b'");
     assert_int_equal(sim_model_step(m), FC_ESTATE);
     assert_non_null(strstr(m->comm.error.message, "rank 1 gathers 'b' (process group '"));
     assert_non_null(strstr(m->comm.error.message, "call reset_iter_state() and zero_grad()"));
     assert_int_equal(sim_agreements_in_flight(), 0); /* those of all process groups are read */
-    sim_ranks_agree(true, "");
+    sim_set_agreement(true, "");
     assert_int_equal(fc_state_reset(&m->layers[0].core), FC_OK);
     sim_model_zero_grad(m);
     sim_model_discard_step(m);
@@ -107,7 +107,7 @@ static void agreement_on_checksums_starts_after_the_reductions(void **state) {
 static void device_with_streams_has_no_agreement(void **state) {
     (void)state;
     sim_model *m = begin(true);
-    sim_ranks_agree(true, "collective mismatch");
+    sim_set_agreement(true, "collective mismatch");
     assert_int_equal(sim_model_step(m), FC_OK);
     end(m);
 }

@@ -6,7 +6,10 @@
 
 #include "sim.h"
 
-enum { INT64 = 4 };
+enum { INT64 = 4 /* c10::ScalarType::Long, which the kernels do not cast */ };
+
+/* The value of elements that a transfer must not write. */
+static const double UNWRITTEN = 77;
 
 /* Rank 1 of two, with a matrix of 3 rows (one of this rank's is padding) and a vector. */
 typedef struct fixture {
@@ -57,7 +60,7 @@ static void end(fixture *f) {
 static fct_tensor *buffer_of(fct_dtype dtype, int64_t numel) {
     double values[16];
     for (int i = 0; i < 16; i++) {
-        values[i] = 77.0;
+        values[i] = UNWRITTEN;
     }
     return sim_tensor_new(dtype, 1, &numel, values);
 }
@@ -66,7 +69,8 @@ static void pack_writes_only_row_of_rank(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
-        const double packed[12] = {77, 77, 77, 77, 77, 77, 5, 6, 0, 0, 9, 10};
+        const double packed[12] = {UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN,
+                                   5,         6,         0,         0,         9,         10};
         begin(&f, no_kernels != 0, FCT_NO_DTYPE);
         fct_tensor *buffer = buffer_of(FCK_FLOAT32, 12);
         assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &buffer, 1, NULL, &f.err),
@@ -80,7 +84,8 @@ static void pack_writes_only_row_of_rank(void **state) {
 static void pack_casts_to_compute_dtype(void **state) {
     (void)state;
     fixture f;
-    const double packed[12] = {5, 6, 0, 0, 9, 10, 77, 77, 77, 77, 77, 77};
+    const double packed[12] = {5,         6,         0,         0,         9,         10,
+                               UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN};
     begin(&f, false, FCK_BFLOAT16);
     fct_tensor *buffer = buffer_of(FCK_BFLOAT16, 12);
     assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &buffer, 0, NULL, &f.err),
@@ -116,7 +121,7 @@ static void pack_gradients_distributes_rows_and_pads_with_zeros(void **state) {
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
         fc_reduce_plan plan = {.count = 0};
-        bool foreign = true;
+        bool needs_fallback = true;
         const int64_t three_by_two[2] = {3, 2};
         const double packed[8] = {1, 2, 3, 4, 5, 6, 0, 0};
         begin(&f, no_kernels != 0, FCT_NO_DTYPE);
@@ -124,8 +129,9 @@ static void pack_gradients_distributes_rows_and_pads_with_zeros(void **state) {
         plan.params[0] = &f.matrix;
         plan.grads[0] = sim_tensor_new(FCK_FLOAT32, 2, three_by_two, packed);
         plan.count = 1;
-        assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &foreign, &f.err), FC_OK);
-        assert_false(foreign);
+        assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &needs_fallback, &f.err),
+                         FC_OK);
+        assert_false(needs_fallback);
         fct_tensor *buffer = buffer_of(FCK_FLOAT32, 8);
         assert_int_equal(fc_transfer_pack_gradients(&f.transfer, &plan, 0, 2, buffer, &f.err),
                          FC_OK);
@@ -143,7 +149,7 @@ static void pack_gradients_fills_gaps_with_zeros(void **state) {
     fixture f;
     fc_param odd;
     fc_reduce_plan plan = {.count = 0};
-    bool foreign = true;
+    bool needs_fallback = true;
     const int64_t three[1] = {3};
     const int64_t eight[1] = {8};
     const double values[8] = {1, 2, 3, 4, 5, 6, 7, 8};
@@ -160,7 +166,7 @@ static void pack_gradients_fills_gaps_with_zeros(void **state) {
     plan.grads[0] = sim_tensor_new(FCK_FLOAT32, 1, three, values);
     plan.grads[1] = sim_tensor_new(FCK_FLOAT32, 1, eight, values);
     plan.count = 2;
-    assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &foreign, &f.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &needs_fallback, &f.err), FC_OK);
     fct_tensor *buffer = buffer_of(FCK_FLOAT32, 16);
     assert_int_equal(fc_transfer_pack_gradients(&f.transfer, &plan, 0, 2, buffer, &f.err), FC_OK);
     sim_tensor_expect(buffer, packed, "the reduce buffer");
@@ -172,13 +178,13 @@ static void pack_gradients_fills_gaps_with_zeros(void **state) {
 }
 
 /* The matrix is sharded on dim 1. */
-static void pack_gradients_of_nonzero_dim_distributes_by_block(void **state) {
+static void pack_gradients_of_dim_1_shards_sends_each_rank_its_columns(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
         fc_param columns;
         fc_reduce_plan plan = {.count = 0};
-        bool foreign = true;
+        bool needs_fallback = true;
         const int64_t two_by_four[2] = {2, 4};
         const double values[8] = {1, 2, 3, 4, 5, 6, 7, 8};
         const double packed[8] = {1, 2, 5, 6, 3, 4, 7, 8};
@@ -188,7 +194,8 @@ static void pack_gradients_of_nonzero_dim_distributes_by_block(void **state) {
         plan.params[0] = &columns;
         plan.grads[0] = sim_tensor_new(FCK_FLOAT32, 2, two_by_four, values);
         plan.count = 1;
-        assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &foreign, &f.err), FC_OK);
+        assert_int_equal(fc_reduce_plan_lay_out(&plan, FCT_NO_DTYPE, &needs_fallback, &f.err),
+                         FC_OK);
         fct_tensor *buffer = buffer_of(FCK_FLOAT32, 8);
         assert_int_equal(fc_transfer_pack_gradients(&f.transfer, &plan, 0, 2, buffer, &f.err),
                          FC_OK);
@@ -205,10 +212,11 @@ static void cast_without_kernel_uses_torch(void **state) {
     (void)state;
     fixture f;
     fc_reduce_plan plan = {.count = 0};
-    bool foreign = true;
+    bool needs_fallback = true;
     const int64_t three_by_two[2] = {3, 2};
     const double packed[8] = {1, 2, 3, 4, 5, 6, 0, 0};
-    const double row[12] = {5, 6, 0, 0, 9, 10, 77, 77, 77, 77, 77, 77};
+    const double row[12] = {5,         6,         0,         0,         9,         10,
+                            UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN};
     begin(&f, false, INT64);
     assert_false(f.plan.native);
     fct_tensor *rows = buffer_of(INT64, 12);
@@ -221,7 +229,7 @@ static void cast_without_kernel_uses_torch(void **state) {
     plan.params[0] = &f.matrix;
     plan.grads[0] = sim_tensor_new(INT64, 2, three_by_two, packed);
     plan.count = 1;
-    assert_int_equal(fc_reduce_plan_lay_out(&plan, FCK_FLOAT32, &foreign, &f.err), FC_OK);
+    assert_int_equal(fc_reduce_plan_lay_out(&plan, FCK_FLOAT32, &needs_fallback, &f.err), FC_OK);
     assert_false(plan.native);
     fct_tensor *grad = plan.grads[0];
     fct_tensor *buffer = buffer_of(FCK_FLOAT32, 8);
@@ -249,11 +257,21 @@ static void transfer_to_small_buffer_is_refused(void **state) {
                      FC_EASSERT);
     assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 0, NULL, &f.err),
                      FC_OK);
-    fct_storage_free(storage);
-    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &part, 0, NULL, &f.err),
-                     FC_EASSERT);
     fct_tensor_release(part);
     fct_tensor_release(storage);
+    end(&f);
+}
+
+static void pack_into_freed_storage_is_refused(void **state) {
+    (void)state;
+    fixture f;
+    begin(&f, false, FCT_NO_DTYPE);
+    fct_tensor *buffer = buffer_of(FCK_FLOAT32, 12);
+    fct_storage_free(buffer);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &buffer, 0, NULL, &f.err),
+                     FC_EASSERT);
+    assert_non_null(strstr(f.err.message, "does not fit its buffer"));
+    fct_tensor_release(buffer);
     end(&f);
 }
 
@@ -264,9 +282,10 @@ int main(void) {
         cmocka_unit_test(unpack_restores_whole_tensors),
         cmocka_unit_test(pack_gradients_distributes_rows_and_pads_with_zeros),
         cmocka_unit_test(pack_gradients_fills_gaps_with_zeros),
-        cmocka_unit_test(pack_gradients_of_nonzero_dim_distributes_by_block),
+        cmocka_unit_test(pack_gradients_of_dim_1_shards_sends_each_rank_its_columns),
         cmocka_unit_test(cast_without_kernel_uses_torch),
         cmocka_unit_test(transfer_to_small_buffer_is_refused),
+        cmocka_unit_test(pack_into_freed_storage_is_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
