@@ -41,7 +41,9 @@ def test_training_from_a_loaded_state_dict_continues_with_equal_bits() -> None:
             assert differences(result[first], result["continued"]) == []
 
 
-def test_model_created_on_the_meta_device_trains() -> None:
+def test_model_from_the_meta_device_trains_as_in_torch_and_equally_after_assign_and_broadcast() -> (
+    None
+):
     for result in assert_same("meta_device"):
         assert differences(result["assigned"], result["broadcast"]) == []
 

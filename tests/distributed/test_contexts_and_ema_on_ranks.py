@@ -28,10 +28,12 @@ def test_ranks_with_different_models_load_their_own_values(world: int) -> None:
     run_ranks(contexts_and_ema.load_stages, world)
 
 
-def test_load_with_unequal_bucket_sizes_or_extra_state_missing_on_rank_0_raises_on_all_ranks() -> (
-    None
-):
-    run_ranks(contexts_and_ema.load_with_other_buckets_or_objects, 2)
+def test_load_full_state_dict_with_unequal_bucket_sizes_raises_on_all_ranks() -> None:
+    run_ranks(contexts_and_ema.load_with_other_buckets, 2)
+
+
+def test_load_full_state_dict_without_extra_state_on_rank_0_raises_on_all_ranks() -> None:
+    run_ranks(contexts_and_ema.load_without_extra_state, 2)
 
 
 def test_load_and_trace_work_without_numpy() -> None:

@@ -94,7 +94,7 @@ def collect_dynamic(steps: int, world: int) -> list[dict[str, tuple[str, float]]
 @pytest.mark.parametrize("env", [(), tuple(GLOO.items())], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", divergence.STATIC)
-def test_different_plan_raises_on_all_ranks_and_names_the_field(
+def test_different_models_raise_on_all_ranks_and_name_the_difference(
     name: str, world: int, env: tuple
 ) -> None:
     texts = {results[name][0] for results in collect_static(env, world)}

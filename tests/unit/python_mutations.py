@@ -29,7 +29,7 @@ PYTHON_MUTATIONS = {
         "optim.py",
         "return type(value), bool(value), value < 0",
         "return (type(value),)",
-        "unit/test_optim.py::test_option_enabled_by_value_of_same_type",
+        "unit/test_optim.py::test_accelerated_step_after_option_changes",
         "IndexError: list index out of range",
     ),
     "momentum stays under the local tensor": PythonMutation(
@@ -106,7 +106,7 @@ PYTHON_MUTATIONS = {
         "_runtime/plan_hash.py",
         'frozen = "" if param.sharded_param.requires_grad else ", frozen"',
         'frozen = ""',
-        "distributed/test_divergence.py::test_different_plan",
+        "distributed/test_divergence.py::test_different_models",
         "ranks have different messages",
     ),
     "rank that leaves does not decrement the counter": PythonMutation(
@@ -148,7 +148,7 @@ PYTHON_MUTATIONS = {
         "_runtime/plan_hash.py",
         "rank 0 has {value}; rank {rank} has {other_value}",
         "rank 0 has {other_value}; rank {rank} has {value}",
-        "distributed/test_divergence.py::test_different_plan",
+        "distributed/test_divergence.py::test_different_models",
         "reduce_dtype of unit 'blocks.0': rank 0 has",
     ),
     "state of freed modules stays in the list of states": PythonMutation(

@@ -388,7 +388,7 @@ def test_forward_of_root_after_child_raises(fake_group: int) -> None:
         module(torch.randn(2, 4))
 
 
-def test_forward_of_module_list_without_root_raises(fake_group: int) -> None:
+def test_forward_of_unit_of_several_modules_without_root_raises(fake_group: int) -> None:
     modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
     fully_shard(modules)
     with pytest.raises(RuntimeError, match="requires a single root module"):
@@ -396,7 +396,7 @@ def test_forward_of_module_list_without_root_raises(fake_group: int) -> None:
 
 
 @pytest.mark.torch("2.13")
-@pytest.mark.parametrize("case", ["child before root", "list as root"])
+@pytest.mark.parametrize("case", ["child before root", "several modules as root"])
 def test_lazy_init_errors_of_replicate_equal_those_of_torch(fake_group: int, case: str) -> None:
     """Before Python 3.11, exceptions have no notes, and hints are further lines of the message."""
     messages = []
@@ -528,18 +528,18 @@ def test_deepcopy_of_sharded_module_raises(fake_group: int) -> None:
         ("set_symm_mem_for_comm", ()),
     ],
 )
-def test_added_method_on_module_that_torch_sharded_raises(
+def test_backported_method_on_module_sharded_by_torch_raises(
     fake_group: int, method: str, arguments: tuple[Any, ...]
 ) -> None:
-    added = module_methods._NEWER_METHODS[method]
+    backported = module_methods._NEWER_METHODS[method]
     module = torch_fully_shard(nn.Linear(4, 4))
     match = f"{method} needs a module that fsdp_c's fully_shard was applied to; torch has it from"
     with pytest.raises(RuntimeError, match=match):
-        added(module, *arguments)
+        backported(module, *arguments)
     if method.startswith("set_reduce"):
         model = fully_shard(nn.Sequential(nn.Linear(4, 4), module))
         with pytest.raises(RuntimeError, match=match):
-            added(model, *arguments)
+            backported(model, *arguments)
 
 
 def test_finalization_after_an_interrupted_one_names_reset_iter_state(

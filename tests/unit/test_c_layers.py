@@ -41,7 +41,7 @@ def test_test_folders_contain_only_test_files() -> None:
 
 
 @pytest.mark.parametrize("folder", c_dependencies.LAYERS)
-def test_layers_list_each_module_once(folder: str) -> None:
+def test_layer_table_lists_each_c_module_once(folder: str) -> None:
     listed = [module for layer in c_dependencies.LAYERS[folder] for module in layer]
     assert sorted(listed) == sorted(c_dependencies.list_modules(folder))
 

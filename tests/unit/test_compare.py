@@ -169,7 +169,7 @@ def test_compare_of_script_that_exits_before_the_last_step_succeeds() -> None:
     assert "note: the script ended after 2 of 3 steps" in completed.stdout
 
 
-def test_compare_of_script_that_fails_under_torch_exits_2_with_traceback_of_first_rank() -> None:
+def test_compare_of_script_that_fails_under_torch_exits_2_with_traceback_of_failed_rank() -> None:
     completed = run("raises", ranks=2)
     assert completed.returncode == 2
     assert "ValueError: raised by the script" in completed.stdout

@@ -110,7 +110,7 @@ def test_grad_dtype_of_parameter_is_kept_by_fully_shard_and_conversions(
 
 
 @pytest.mark.torch("2.15")
-def test_grad_dtype_set_after_the_first_forward_is_followed(fake_group: int) -> None:
+def test_grad_dtype_set_after_first_forward_applies_after_module_to(fake_group: int) -> None:
     layer = fsdp_c.fully_shard(nn.Linear(4, 4, dtype=torch.bfloat16))
     x = torch.ones(2, 4, dtype=torch.bfloat16)
     layer(x).sum().backward()

@@ -500,7 +500,7 @@ def test_optimizer_changed_between_accelerated_steps_equals_torch(name: str) -> 
     ],
     ids=["float64", "tensor", "bool"],
 )
-def test_option_enabled_by_value_of_same_type_between_accelerated_steps_equals_torch(
+def test_accelerated_step_after_option_changes_from_off_to_on_matches_torch(
     kind: str, name: str, off: Any, on: Any
 ) -> None:
     results = []

@@ -270,7 +270,7 @@ def test_benchmark_results_of_the_last_day_only_are_compared() -> None:
     assert result_releases.find_comparable(main, other) == ["units"]
 
 
-def test_benchmark_that_one_release_repeats_later_does_not_hide_the_others() -> None:
+def test_find_comparable_omits_only_the_benchmark_with_another_date() -> None:
     main, other = read_main(), make_other_release()
     for results in (main, other):
         for data in results.values():

@@ -100,7 +100,7 @@ def test_only_the_bridge_includes_torch() -> None:
     assert find_includes(BOUNDARY, TORCH_INCLUDE) == []
 
 
-def test_only_csrc_python_and_the_bridge_include_python() -> None:
+def test_python_headers_are_included_only_in_csrc_python_bridge_and_dry_run_module() -> None:
     assert find_includes(sources("core", "kernels", "transport"), PYTHON_INCLUDE) == []
     others = [path for path in sources("dry_run") if path.name not in ("parse.c", "module.c")]
     assert find_includes(others, PYTHON_INCLUDE) == []

@@ -51,7 +51,9 @@ def test_subclass_that_refuses_slices_is_sharded(
     assert module(torch.ones(3, 4)).shape == (3, 16)
 
 
-def test_tensor_inside_wrapper_subclass_is_freed_after_sharding(fake_group: int) -> None:
+def test_tensor_inside_wrapper_subclass_is_freed_after_first_step_and_attributes_are_kept(
+    fake_group: int,
+) -> None:
     inner = torch.ones(16, 4)
     module = nn.Linear(4, 16, bias=False)
     module.weight = nn.Parameter(Wrapping(inner))

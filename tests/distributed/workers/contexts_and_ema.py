@@ -347,20 +347,30 @@ def make_stage(rank: int, width: int) -> nn.Module:
     return model
 
 
-def load_with_other_buckets_or_objects(rank: int, world: int) -> None:
-    """Raises on all ranks, before any change: buckets differ, or rank 0 lacks a module's state."""
+def assert_load_is_refused(
+    rank: int, model: Any, match: str, extra: dict[str, Any], **options: Any
+) -> None:
+    """Loads ones and ``extra``. This raises before any parameter changes."""
     full = {name: torch.ones_like(value) for name, value in make_stage(0, 4).state_dict().items()}
-    model = make_stage(0, 4)
-    with pytest.raises(RuntimeError, match=f"buckets of {60 + rank} bytes"):
-        load_full_state_dict(model, full if rank == 0 else None, bucket_bytes=60 + rank)
     model.layers["0"].weight.detach().zero_()
+    with pytest.raises(RuntimeError, match=match):
+        load_full_state_dict(model, full | extra if rank == 0 else None, **options)
+    assert not model.layers["0"].weight.any() and not model.norm.any()
+
+
+def load_with_other_buckets(rank: int, world: int) -> None:
+    match = f"buckets of {60 + rank} bytes"
+    assert_load_is_refused(rank, make_stage(0, 4), match, {}, bucket_bytes=60 + rank)
+
+
+def load_without_extra_state(rank: int, world: int) -> None:
+    """Rank 1 has a module with extra state, which rank 0 does not have."""
+    model = make_stage(0, 4)
     if rank == 1:
         model.state = LayerWithExtraState(1, 1)
-    full |= {"state._extra_state": {"step": 3}}
     match = "state._extra_state: rank 0 does not send" if rank == 1 else "another rank refused"
-    with pytest.raises(RuntimeError, match=match):
-        load_full_state_dict(model, full if rank == 0 else None, strict=False)
-    assert not model.layers["0"].weight.any() and not model.norm.any()
+    extra = {"state._extra_state": {"step": 3}}
+    assert_load_is_refused(rank, model, match, extra, strict=False)
 
 
 def load_and_fail_on_one_rank(
