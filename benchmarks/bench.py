@@ -143,7 +143,7 @@ def format_steps(result: BenchmarkRun, folder: Path) -> Iterator[str]:
 def format_host(result: BenchmarkRun, folder: Path) -> Iterator[str]:
     yield "## Host time"
     yield ""
-    yield "us of CPU per group and step above the bare model, on a fake group of 8 ranks."
+    yield "us of CPU per group and step, minus those of the bare model, on a fake group of 8 ranks."
     yield "The column bare is absolute."
     yield ""
     yield from draw_plot("host", "host time against parameters per group", result, folder)

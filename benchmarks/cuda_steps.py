@@ -1,11 +1,11 @@
 """Work on the host and memory of a CUDA step, under torch's FSDP2 and fsdp_c, without a GPU.
 
 Method. torch's CUDA build runs on the simulated device of tests/cuda, which runs no kernel. The
-process is rank 0 of 8 NCCL ranks, whose other ranks are emulated. Every implementation trains each
+process is rank 0 of 8 NCCL ranks; the other ranks are emulated. Every implementation trains each
 job in processes of its own, in turns. Launches, events, collectives, allocations and bytes are
-exact. A time is the CPU time of the process above that of the bare model; the minimum over rounds
-and steps counts. "CPU ms" is forward and backward. ``tests/cuda/workers/jobs.py`` has the models
-and jobs, ``figures.py`` beside it measures.
+exact. A time is the CPU time of the process minus that of the bare model, which is not sharded. It
+is the minimum over rounds and steps. "CPU ms" is forward and backward.
+``tests/cuda/workers/jobs.py`` has the models and jobs, ``figures.py`` beside it measures.
 
     python benchmarks/cuda_steps.py [--rounds N] [--steps N] [--json FILE]
 

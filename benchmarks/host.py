@@ -233,7 +233,7 @@ def print_results(
 
     There are no lines through the costs of a single number of parameters.
     """
-    print(f"{title}: us of CPU time per group and step above the bare model")
+    print(f"{title}: us of CPU time per group and step, minus those of the bare model")
     shown = [params for params in rows if params in PRINTED_COUNTS] or list(rows)
     lines = [
         [

@@ -9,10 +9,10 @@ time depends on the host.
   turns within every round. Results are medians and minima over the rounds on rank 0.
   ``--optimizer`` adds AdamW's step.
 - Memory: the same ranks train the GPT. The result is the peak of transient bytes in a step, counted
-  as in ``memory.py``, above the bare model's, in units of the parameters' bytes. DDP's buckets are
+  as in ``memory.py``, minus the bare model's, in units of the parameters' bytes. DDP's buckets are
   as large as the gradients and exist before the step. The script adds them to DDP's result.
 - Host: one process on a fake group of 8 ranks, which DDP does not support, trains the model with
-  small parameters. The result is the CPU time of the calling thread above the bare model's, minimum
+  small parameters. The result is the CPU time of the calling thread minus the bare model's, minimum
   over the rounds.
 
     python benchmarks/replicate.py [--rounds N] [--ranks N] [--layers N] [--width N] [--json FILE]
@@ -133,7 +133,7 @@ def measure_steps(
 
 
 def measure_memory(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Returns peak transient bytes above the bare model's, in units of the parameters' bytes."""
+    """Returns peak transient bytes minus the bare model's, in units of the parameters' bytes."""
     peaks_by_name: dict[str, dict[str, float]] = {}
     for name in IMPLEMENTATIONS:
         run = TimedModel(lambda: make_gpt(options), name)
@@ -182,7 +182,7 @@ def report_host_time(options: argparse.Namespace) -> None:
     runs = measure_steps(options, "small", ("bare", "torch", "fsdp_c"))
     bare = min(runs["bare"].times)
     times = {name: min(run.times) - bare for name, run in runs.items()}
-    print("\nhost time: ms of CPU of a step above the bare model's, 500 parameters")
+    print("\nhost time: ms of CPU of a step minus the bare model's, 500 parameters")
     print(format_table(["", "ms"], [*times.items()]))
     if options.json is not None:
         file = Path(options.json)

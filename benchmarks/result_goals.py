@@ -29,7 +29,7 @@ def make_step_goal(
 
 
 def make_cuda_goals() -> Iterator[Goal]:
-    """Yields the goals for the CPU time of CUDA steps, above the bare model's."""
+    """Yields the goals for the CPU time of CUDA steps, minus the bare model's."""
     llama = ("fsdp", "hsdp", "hsdp, 4 microbatches without all-reduce", "replicate")
     llama += ("fsdp, checkpointing", "fsdp, 4 microbatches without sync")
     models = {"8 blocks of Llama 8B": llama, "ViT-L": ("fsdp",)}

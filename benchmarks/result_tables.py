@@ -216,7 +216,7 @@ def format_replicate(data: dict[str, Any]) -> Iterator[str]:
     host = data["host_ms"]
     yield from (
         "",
-        "Host time of the 500 small parameters, in ms of CPU above the bare model's:",
+        "Host time of the 500 small parameters, in ms of CPU, minus that of the bare model:",
         "",
     )
     yield from format_table(("torch", "fsdp_c"), [[host["torch"], host["fsdp_c"]]])
@@ -344,13 +344,15 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
     ),
     "host": (
         "Host time",
-        "CPU time of the calling thread above the bare model's; minima. A fake group of 8 ranks.",
+        "CPU time of the calling thread minus that of the bare model, which is not sharded; "
+        "minima. A fake group of 8 ranks.",
         format_host,
     ),
     "peers": (
         "Host time beside other libraries",
-        "CPU time of the process above the bare model's; minima. float32, torch's CUDA build on a "
-        "simulated device that runs no kernel, rank 0 of 8 emulated NCCL ranks. Each library has "
+        "CPU time of the process minus that of the bare model, which is not sharded; minima. "
+        "float32, torch's CUDA build on a simulated device that runs no kernel, rank 0 of 8 "
+        "emulated NCCL ranks. Each library has "
         "its default settings, with two exceptions: ZeRO-3 also shards small parameters, and DDP "
         "has `gradient_as_bucket_view=True`. DDP shards no parameters. "
         "SimpleFSDP is made for compiled models, which are not measured.",
@@ -359,8 +361,9 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
     "cuda_steps": (
         "Host path of a CUDA step, on a simulated device",
         "torch's CUDA build on a simulated device that runs no kernel, rank 0 of 8 emulated NCCL "
-        "ranks. All numbers are per step. Times are CPU times of the process above the bare "
-        "model's; minima. `CPU ms` is forward and backward. `optimizer ms` is the fused AdamW: "
+        "ranks. All numbers are per step. Times are CPU times of the process minus those of "
+        "the bare model, which is not sharded; minima. `CPU ms` is forward and backward. "
+        "`optimizer ms` is the fused AdamW: "
         "torch's dispatch of DTensors, which `fsdp_c.optim.accelerate` avoids. Launches with GIL "
         "are those of a thread that holds the GIL.",
         format_cuda_steps,

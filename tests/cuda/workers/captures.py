@@ -31,7 +31,7 @@ CASES = (
     "replicate",
     "hsdp, checkpointing",
     "replicate, 4 microbatches without all-reduce",
-    "fsdp, with the optimizer",
+    "fsdp, capturable optimizer",
     "fsdp, resharded after forward",
     "hsdp, resharded after forward",
     # these call methods that torch has since 2.15

@@ -1,4 +1,7 @@
-"""Runs the step csan of the GPU check on the simulated CUDA device. Prints its result."""
+"""Runs the step ``csan`` of tests/gpu/gpu_check.sh on the simulated CUDA device.
+
+The step trains under torch's CUDA sanitizer. Prints its result.
+"""
 
 from __future__ import annotations
 

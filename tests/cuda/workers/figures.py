@@ -1,9 +1,10 @@
 """Prints what one training step does on the host and in memory, under torch's FSDP2 and fsdp_c.
 
-``python figures.py`` runs every job in a process per implementation, on the simulated CUDA device:
-launches, events, collectives and allocations are counted in torch's real CUDA build. Times are CPU
-times of the process, above those of the bare model, minima over steps and ``--rounds`` processes.
-``--json FILE`` writes the numbers.
+``python figures.py`` runs every job in a process per implementation, on the simulated CUDA device.
+torch is the unmodified CUDA build. Substitutes of libcudart and libcuda (``stub_runtime.py``) count
+launches, events, collectives and allocations. The table shows CPU times of a process minus those of
+the bare model, which is not sharded. Each time is the minimum over steps and ``--rounds``
+processes. ``--json FILE`` writes the numbers, with absolute times.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ COUNTS = {
     "collective": "NCCL",
     "memcpy": "copies",
     "malloc": "cudaMalloc",
-    "launch with GIL": "with GIL",
+    "launch with GIL": "launches with GIL",
 }
 TIMES = ("CPU ms", "optimizer ms")
 """CPU milliseconds of forward and backward, and of the optimizer."""
@@ -34,7 +35,7 @@ IMPLEMENTATIONS = ("bare", "torch", "fsdp_c")
 
 
 def measure(implementation: str, name: str, size: str, blocks: int, steps: int) -> dict[str, Any]:
-    """Runs a job in this process. Returns the counts of one step, MiB, and CPU milliseconds."""
+    """Runs a job in this process. Returns counts per step, MiB, and CPU milliseconds."""
     import stub_runtime
 
     device = stub_runtime.start()
@@ -63,7 +64,7 @@ def measure(implementation: str, name: str, size: str, blocks: int, steps: int) 
     result["reserved MiB"] = stats["reserved_bytes.all.peak"] / 2**20
     result["CPU ms"] = 1000 * min(passes)
     result["optimizer ms"] = 1000 * min(optimizer)
-    result["malloc with GIL"] = after.get("malloc with GIL", 0)  # of the process
+    result["malloc with GIL"] = after.get("malloc with GIL", 0)  # since the start, not per step
     result["not supported"] = [
         key
         for key in after
@@ -95,7 +96,7 @@ def run_rounds(name: str, arguments: argparse.Namespace) -> dict[str, dict[str, 
 
 
 def format_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Formats a Markdown table. A cell is "torch / fsdp_c"; times are above the bare model's."""
+    """Formats a Markdown table. A cell is "torch / fsdp_c"; times without the bare model's."""
     columns = [*COUNTS.values(), "allocations", "peak MiB", "reserved MiB", *TIMES]
     keys = [*COUNTS, "allocations", "peak MiB", "reserved MiB", *TIMES]
     lines = ["| job | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
@@ -112,7 +113,7 @@ def format_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="LLAMA_8B", help="a constant of jobs.py")
+    parser.add_argument("--size", default="LLAMA_8B", help="a Size constant of jobs.py")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1)

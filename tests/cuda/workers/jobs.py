@@ -1,8 +1,8 @@
 """Training jobs on the simulated CUDA device, under torch's FSDP2 and under fsdp_c.
 
-This process is rank 0 of an NCCL group of 8 ranks. The other ranks are emulated: collectives
-declare their accesses and move no data between ranks. The module must be imported after
-``stub_runtime.start()``.
+This process is rank 0 of an NCCL group of 8 ranks. The other ranks are emulated: collectives move
+no data between ranks, and report their reads and writes to the race detector of the simulated
+device. The module must be imported after ``stub_runtime.start()``.
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ class Block(nn.Module):
 
 
 class Unit(nn.Module):
-    """Calls a block, which has no hooks."""
+    """Contains and calls a block.
+
+    ``fully_shard`` is applied to this module, so the block itself has no FSDP hooks.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -157,10 +160,15 @@ class Job:
     all_reduce_last: bool = False
     """Only the last microbatch all-reduces (``set_requires_all_reduce``)."""
     hook_first: bool = False
-    """A hook of the user all-reduces the first microbatch only (``set_all_reduce_hook``)."""
+    """``set_all_reduce_hook`` installs a hook on the blocks, for the first microbatch only.
+
+    The hook changes no value.
+    """
     shared_stream: bool = False
     """After each backward, other code allocates memory on the stream of the reduce-scatters.
-    torch's pool gives each stream to several users."""
+
+    torch reuses the 32 streams of its pool, so code of users can have this stream, too.
+    """
     offload: bool = False
     grouped_head: bool = False
     """``fully_shard([norm, head])``."""
@@ -173,7 +181,7 @@ class Job:
     capturable: bool = False
     """Steps of the optimizer can be captured."""
     inner: bool = False
-    """Each unit is a module that calls a block."""
+    """``fully_shard`` is applied to a ``Unit`` around each block."""
 
 
 JOBS: dict[str, Job] = {
@@ -192,7 +200,7 @@ JOBS: dict[str, Job] = {
     "replicate, 4 microbatches without all-reduce": Job(
         replicate=True, microbatches=4, all_reduce_last=True
     ),
-    "fsdp, with the optimizer": Job(capturable=True),
+    "fsdp, capturable optimizer": Job(capturable=True),
     "fsdp, resharded after forward": Job(reshard=True),
     "hsdp, resharded after forward": Job(hsdp=True, reshard=True),
 }
@@ -209,7 +217,7 @@ FURTHER_JOBS: dict[str, Job] = {
     "fsdp, 2 microbatches, a hook for the first": Job(microbatches=2, hook_first=True),
     "hsdp, stream shared with other code": Job(hsdp=True, microbatches=2, shared_stream=True),
 }
-"""Jobs for the check of accesses only."""
+"""Jobs that only ``ordering.py`` and ``cuda_bugs.py`` run, which check accesses."""
 
 
 def _announce_splits() -> None:
@@ -217,7 +225,8 @@ def _announce_splits() -> None:
     split_group: Any = device_mesh.split_group
 
     def announce(*args: Any, split_ranks: list[list[int]], **kwargs: Any) -> Any:
-        stub_runtime.start().announce_split(next(len(part) for part in split_ranks if 0 in part))
+        size = next(len(part) for part in split_ranks if 0 in part)
+        stub_runtime.get_device().announce_split(size)
         return split_group(*args, split_ranks=split_ranks, **kwargs)
 
     device_mesh.split_group = announce
@@ -355,7 +364,7 @@ class Training:
 
     def declare_accesses_of_host(self) -> None:
         """Declares the accesses of an optimizer on the CPU."""
-        device = stub_runtime.start()
+        device = stub_runtime.get_device()
         for p in self.model.parameters():
             local, grad = p.to_local(), p.grad.to_local()
             device.access_on_host(grad.data_ptr(), grad.nbytes)

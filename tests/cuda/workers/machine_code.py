@@ -29,7 +29,7 @@ def find_disassembler() -> str | None:
     return str(found[0]) if found else shutil.which("nvdisasm")
 
 
-def compilers() -> dict[str, Callable[[int], bytes]]:
+def find_compilers() -> dict[str, Callable[[int], bytes]]:
     """Returns the compilers by name. Each takes an architecture and returns a cubin."""
     from fsdp_c._runtime.nvrtc import Nvrtc, find_libraries
 
@@ -70,7 +70,7 @@ def main() -> dict[str, Any]:
     with concurrent.futures.ThreadPoolExecutor(2) as executor:
         cubins = {
             name: [executor.submit(compile_kernels, number) for number in ARCHITECTURES]
-            for name, compile_kernels in compilers().items()
+            for name, compile_kernels in find_compilers().items()
         }
     return {
         name: {

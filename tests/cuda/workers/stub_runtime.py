@@ -160,3 +160,8 @@ def start() -> Device:
     if "torch" in sys.modules:
         raise RuntimeError("stub_runtime.start() must be called before torch is imported")
     return Device(folder())
+
+
+def get_device() -> Device:
+    """Returns the device of :func:`start`, which was called before."""
+    return start()
