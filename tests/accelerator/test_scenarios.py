@@ -49,9 +49,9 @@ def test_double_backward_matches_plain_model_where_torch_reduces_too_early() -> 
     """The device's thread runs autograd nodes of the recorded backward after torch's post-backward
     hook, so torch reduces incomplete gradients."""
     (records,) = run_ranks(scenario_ranks.run_double_backward, 1, timeout=120)
-    assert records["fsdp_c"] == records["plain"]
-    assert records["torch"][0] == records["plain"][0]
-    assert records["torch"][1] != records["plain"][1]
+    assert records["fsdp_c"] == records["unsharded"]
+    assert records["torch"][0] == records["unsharded"][0]
+    assert records["torch"][1] != records["unsharded"][1]
 
 
 @pytest.mark.torch("2.13")  # reset_iter_state() is new in 2.13

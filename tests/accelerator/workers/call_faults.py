@@ -99,7 +99,7 @@ def run(
     # Calls are identified by index, so a run must not depend on caches that earlier runs filled.
     param_template._templates.clear()
     device.reset()
-    tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, implementation)
+    tools: Any = sim_tools.SimTools(implementation)
     device.log_calls(LOGGED_LIBRARY, fault, at)
     on_start()
     try:
@@ -148,7 +148,7 @@ def break_each_call(name: str, fault: str = "drop") -> Iterator[tuple[CallSite, 
 
 def main() -> None:
     """Prints how many broken calls are reported, for each call site of the given scenarios."""
-    sim_tools.join_loop_group()
+    sim_tools.init_loopback_group()
     simulated.use_kernels(True)
     fault = "drop"
     for name in sys.argv[1:]:

@@ -62,7 +62,7 @@ def _shard_with_prefetch(model: nn.Sequential) -> Any:
 
 
 def _mesh_2d(*names: str) -> Any:
-    return sim_tools._mesh((2, sim_tools.WORLD // 2), names)
+    return sim_tools.make_mesh((2, sim_tools.WORLD // 2), names)
 
 
 VARIANTS: dict[str, tuple[int, Callable[[nn.Sequential], Any]]] = {
@@ -163,7 +163,7 @@ def sweep(variant: str, place: str) -> SweepResult:
 def run(rank: int, world_size: int) -> dict[str, SweepResult]:
     """Runs all sweeps in a rank."""
     warnings.simplefilter("ignore")
-    sim_tools.join_loop_group()
+    sim_tools.init_loopback_group()
     simulated.use_kernels(True)
     return {
         f"{variant}, {place}": sweep(variant, place) for variant in VARIANTS for place in PLACES

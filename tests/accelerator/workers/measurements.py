@@ -169,7 +169,7 @@ def measure(variant: str, implementation: str, kernels: bool) -> Measurements:
     gc.collect()
     before = device.memory_allocated(0)
     make = VARIANTS.get(variant) or BUCKETS[variant]
-    model = make(SimTools(0, sim_tools.WORLD, implementation))
+    model = make(SimTools(implementation))
     for step in range(STEPS + 1):
         if step == 1:
             gc.collect()  # frees the unsharded parameters' memory
@@ -199,7 +199,7 @@ RUNS = {
 
 def measure_all() -> dict[str, dict[str, Measurements]]:
     """Returns the measurements by variant and run."""
-    sim_tools.join_loop_group()
+    sim_tools.init_loopback_group()
     measurements = {
         variant: {name: measure(variant, *options) for name, options in RUNS.items()}
         for variant in VARIANTS

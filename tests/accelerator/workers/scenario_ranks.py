@@ -30,7 +30,7 @@ def run_scenario(
     device = simulated.start()
     device.reset()
     simulated.use_kernels(kernels)
-    tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, implementation)
+    tools: Any = sim_tools.SimTools(implementation)
     try:
         record = scenario(tools)
     except Exception as error:
@@ -41,7 +41,7 @@ def run_scenario(
 def run(rank: int, world_size: int) -> dict[str, dict[str, ScenarioRun]]:
     """Runs every scenario under torch, and under fsdp_c with and without kernels."""
     warnings.simplefilter("ignore")
-    sim_tools.join_loop_group()
+    sim_tools.init_loopback_group()
     return {
         name: {
             "torch": run_scenario(scenario, "torch", False),
@@ -56,23 +56,23 @@ def run(rank: int, world_size: int) -> dict[str, dict[str, ScenarioRun]]:
 def run_double_backward(rank: int, world_size: int) -> dict[str, Record]:
     """Records one step with a double backward.
 
-    The step runs under both implementations, without resharding. It also runs for a model that is
-    not sharded.
+    The step runs under both implementations, without resharding. The key "unsharded" is that of a
+    model that is not sharded: under torch, ``scenarios.double_backward`` trains such a model.
     """
-    sim_tools.join_loop_group()
+    sim_tools.init_loopback_group()
     simulated.start()
-    torch_tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, "torch")
-    fsdp_c_tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, "fsdp_c")
+    torch_tools: Any = sim_tools.SimTools("torch")
+    fsdp_c_tools: Any = sim_tools.SimTools("fsdp_c")
     return {
         "torch": scenarios.double_backward_without_reshard(torch_tools),
         "fsdp_c": scenarios.double_backward_without_reshard(fsdp_c_tools),
-        "plain": scenarios.double_backward(torch_tools)[:2],
+        "unsharded": scenarios.double_backward(torch_tools)[:2],
     }
 
 
 def run_failed_backward(rank: int, world_size: int) -> dict[str, ScenarioRun]:
-    """Runs a training that continues after a backward raised in a thread of the device."""
-    sim_tools.join_loop_group()
+    """Runs a training that continues after a backward raised in autograd's thread of the device."""
+    sim_tools.init_loopback_group()
     with_reset, without_reset = (
         partial(scenarios.failed_backward, reset=reset) for reset in (True, False)
     )
@@ -89,10 +89,10 @@ def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
     Returns by implementation: the record of each thread, then the device's findings.
     """
     warnings.simplefilter("ignore")
-    sim_tools.join_loop_group()
+    sim_tools.init_loopback_group()
     device = simulated.start()
     simulated.use_kernels(True)
-    sim_tools._mesh((sim_tools.WORLD,), None)  # the threads use the cached mesh
+    sim_tools.make_mesh((sim_tools.WORLD,), None)  # the threads use the cached mesh
     records_by_implementation: dict[str, list[Record]] = {}
     for implementation in ("torch", "fsdp_c"):
         device.reset()
@@ -104,7 +104,7 @@ def run_on_threads(rank: int, world_size: int) -> dict[str, list[Record]]:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(0.1)
-            tools: Any = sim_tools.SimTools(0, sim_tools.WORLD, name)
+            tools: Any = sim_tools.SimTools(name)
             for child in (model[0], model[2], model):
                 tools.fully_shard(child, mesh=tools.flat())
             for step in range(4):

@@ -342,7 +342,7 @@ class Results(NamedTuple):
 def run(rank: int, world_size: int) -> Results:
     """Runs every bug in a rank."""
     warnings.simplefilter("ignore")
-    sim_tools.join_loop_group()
+    sim_tools.init_loopback_group()
     simulated.use_kernels(True)
     read_scenarios = {BUGS[name].scenario for name in EARLY_READS}
     overwrite_scenarios = {BUGS[name].scenario for name in EARLY_OVERWRITES}

@@ -27,22 +27,25 @@ dtype of the sharded parameter from 2.15 on."""
 
 
 @functools.cache
-def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
+def make_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
     return init_device_mesh("sim", shape, mesh_dim_names=names)
 
 
 class SimTools(Tools):
-    """``Tools`` of one implementation, with models, meshes and inputs on the simulated device."""
+    """``Tools`` of one implementation, with models, meshes and inputs on the simulated device.
 
-    def __init__(self, rank: int, world_size: int, implementation: str) -> None:
+    By default the process is rank 0 of ``WORLD`` ranks (:func:`init_loopback_group`).
+    """
+
+    def __init__(self, implementation: str, rank: int = 0, world_size: int = WORLD) -> None:
         super().__init__(rank, world_size, implementation)
         self.is_torch = implementation == "torch"
 
     def mesh(self, *names: str) -> DeviceMesh:
-        return _mesh((2, self.world_size // 2), names)
+        return make_mesh((2, self.world_size // 2), names)
 
     def flat(self) -> DeviceMesh:
-        return _mesh((self.world_size,), None)
+        return make_mesh((self.world_size,), None)
 
     def shard(self, model: nn.Sequential, **kwargs: Any) -> Any:
         kwargs.setdefault("mesh", self.flat())
@@ -62,9 +65,11 @@ def name_memory(model: nn.Module) -> None:
             simulated.start().name_storage(local.untyped_storage()._cdata, f"parameter {name}")
 
 
-def join_loop_group() -> None:
-    """Makes this process rank 0 of a ``loop`` group of ``WORLD`` ranks, in which all ranks have the
-    same data."""
+def init_loopback_group() -> None:
+    """Makes this process rank 0 of ``WORLD`` ranks.
+
+    The backend ``loop`` runs no other process: a collective gets this rank's data from all ranks.
+    """
     simulated.start()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -108,14 +108,14 @@ def run_scenario(name: str, implementation: str) -> ScenarioRun:
     device.reset()
     records = run_on_ranks(
         "cpu:gloo,sim:sccl",
-        lambda rank: scenarios.SCENARIOS[name](ThreadTools(rank, RANKS, implementation)),
+        lambda rank: scenarios.SCENARIOS[name](ThreadTools(implementation, rank, RANKS)),
     )
     return ScenarioRun(records, device.findings())
 
 
 def _train_on_rank(rank: int) -> list[torch.Tensor]:
     """Trains a sharded model. Returns this rank's shards."""
-    tools: Any = ThreadTools(rank, RANKS, "fsdp_c")
+    tools: Any = ThreadTools("fsdp_c", rank, RANKS)
     model = tools.shard(scenarios.blocks())
     tools.train(model)
     return [param.to_local().cpu() for param in model.parameters()]
