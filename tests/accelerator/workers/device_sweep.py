@@ -82,7 +82,7 @@ VARIANTS: dict[str, tuple[int, Callable[[nn.Sequential], Any]]] = {
 
 
 class DeviceTrainer(Trainer):
-    """``Trainer`` that arms a fault in the thread of the device when backward begins."""
+    """``Trainer`` that arms a fault in autograd's thread when backward begins."""
 
     backward_fault = 0
     """Number of the call of backward that fails, from 1. 0: none."""
