@@ -38,7 +38,7 @@ SLEEPS = {
     "unit/test_stall.py": [POLL, HANG],
     "unit/test_stall_many_ranks.py": [VIRTUAL],
     "gpu/gpu_check.sh": [HANG],
-    "c/test_progress.c": [POLL, POLL],
+    "c/test_progress.c": [POLL],
     "distributed/workers/behavior_backwards.py": [DELAY, DELAY],
     "distributed/workers/consistent_programs.py": [DELAY],
     "distributed/workers/traced.py": [DELAY],

@@ -277,7 +277,7 @@ TRANSPORT_MUTATIONS = {
         "    return a->unit == 0 || b->unit == 0 ||",
         "    return b->unit == 0 ||",
         "test_shm_collective",
-        "[  FAILED  ] unknown_label_is_equal_to_every_label",
+        "[  FAILED  ] collective_without_label_matches_every_label",
     ),
     "element is split between two messages": Mutation(
         "shm_collective",
