@@ -101,12 +101,14 @@ def full_params(
 def _check_idle(states: dict[Any, None], groups: list[Any]) -> None:
     for state in states:
         if getattr(state, "_full_params", None) is not None:
-            raise RuntimeError("full_params is already active for a part of this model")
+            raise RuntimeError(
+                "full_params is already active for a part of this model: leave that block first"
+            )
     for holder in (*states, *groups):
         if holder._training_state != TrainingState.IDLE:
             raise RuntimeError(
                 "full_params cannot be used during forward or backward: a unit is in state "
-                f"{holder._training_state.name}"
+                f"{holder._training_state.name}; use it between steps"
             )
 
 
@@ -124,7 +126,8 @@ def _adopt_assigned_params(groups: list[Any]) -> None:
             if param.sharded_param.is_meta:
                 raise RuntimeError(
                     "full_params needs parameters with values, but "
-                    f"'{param._module_info.param_name}' is on the meta device"
+                    f"'{param._module_info.param_name}' is on the meta device: call to_empty() on "
+                    "the model and initialize it first"
                 )
 
 

@@ -53,7 +53,7 @@ def trace(model: nn.Module) -> Iterator[StepTrace]:
     require_module(model, "trace")
     devices = {group.device.type for group in get_units(model, "trace")}
     if torch.autograd.profiler._is_profiler_enabled:
-        raise RuntimeError("trace cannot run while another profiler is active")
+        raise RuntimeError("trace cannot run while another profiler is active: end it first")
     result = StepTrace()
     is_distributed = dist.is_initialized() and dist.get_backend() != "fake"
     with profile(activities=_choose_activities(devices)) as profiler:

@@ -169,7 +169,7 @@ class GroupCommunication(GroupCollectives):
             raise RuntimeError(
                 "symmetric memory for collectives needs CUDA devices and NCCL; the parameters of "
                 f"'{self._module_fqn or type(self.modules[0]).__name__}' are on "
-                f"'{self.device.type}'"
+                f"'{self.device.type}'; do not call set_symm_mem_for_comm there"
             )
         super().set_symm_mem(backend)
 

@@ -288,7 +288,7 @@ class TestFullParams:
                 assert names.training_state(unit) is names.TrainingState.SUMMON_FULL_PARAMS
             with pytest.raises(RuntimeError, match=r"inside full_params.*generate_with"):
                 model.layers[0](torch.ones(1, 8))
-            with pytest.raises(RuntimeError, match="already active"):
+            with pytest.raises(RuntimeError, match=r"already active .*: leave that block"):
                 with full_params(model):
                     pass
         model(TOKENS)
@@ -312,7 +312,7 @@ class TestFullParams:
                     pass
                 return super().forward(x)
 
-        with pytest.raises(RuntimeError, match=r"during forward or backward: .* FORWARD"):
+        with pytest.raises(RuntimeError, match=r"during forward or backward: .* FORWARD; use it"):
             fully_shard(CallsFullParams(2, 2))(torch.ones(1, 2))
 
 

@@ -280,7 +280,7 @@ def test_trace_of_invalid_model_or_without_steps_raises(fake_group: int) -> None
             pass
     model = sharded()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        with pytest.raises(RuntimeError, match="while another profiler is active"):
+        with pytest.raises(RuntimeError, match="another profiler is active: end it first"):
             with fsdp_c.trace(model):
                 pass
     with fsdp_c.trace(model) as empty:
