@@ -85,10 +85,10 @@ def measure_peaks(step: Callable[[], object]) -> dict[str, int]:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    return _compute_peaks(sorted(_read_events(profiler), key=lambda event: event.start_time_ns))
+    return _compute_peaks(sorted(read_events(profiler), key=lambda event: event.start_time_ns))
 
 
-def _read_events(profiler: profile) -> Iterator[Any]:
+def read_events(profiler: profile) -> Iterator[Any]:
     """Yields all events of the profile, including nested ones."""
     pending = list(profiler.profiler.kineto_results.experimental_event_tree())
     while pending:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from memory import _read_events
+from memory import read_events
 from report import format_table, make_fake_mesh, write_json
 from torch._C._profiler import _EventType
 from torch.distributed.device_mesh import init_device_mesh
@@ -184,7 +184,7 @@ def measure_step(step: Callable[[], object]) -> tuple[int, int]:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    events = [event for event in _read_events(profiler) if event.tag == _EventType.Allocation]
+    events = [event for event in read_events(profiler) if event.tag == _EventType.Allocation]
     events.sort(key=lambda event: event.start_time_ns)
     freed: dict[int, int] = {}
     scratch: set[int] = set()  # indices of events

@@ -32,13 +32,13 @@ def buckets_of_one_unit(tools: SimTools) -> Record:
     """The model is one unit. The first of two microbatches accumulates gradients."""
     model = tools.fully_shard(blocks(), mesh=tools.flat())
     name_memory(model)
-    return tools.train(_set_smallest_buckets(tools, model), micro=2, sync=features._all_sync)
+    return tools.train(_set_smallest_buckets(tools, model), micro=2, sync=features.sync_last)
 
 
 @scenario
 def buckets_with_replicas(tools: SimTools) -> Record:
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
-    return tools.train(_set_smallest_buckets(tools, model), micro=2, sync=features._all_reduce)
+    return tools.train(_set_smallest_buckets(tools, model), micro=2, sync=features.all_reduce_last)
 
 
 @scenario
@@ -53,4 +53,4 @@ def buckets_without_reshard_after_backward(tools: SimTools) -> Record:
 @scenario
 def buckets_with_offload(tools: SimTools) -> Record:
     model = tools.shard(blocks(), offload_policy=CPUOffloadPolicy(), mp_policy=MIXED)
-    return tools.train(_set_smallest_buckets(tools, model), micro=2, sync=features._all_sync)
+    return tools.train(_set_smallest_buckets(tools, model), micro=2, sync=features.sync_last)

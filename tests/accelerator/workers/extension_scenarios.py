@@ -108,7 +108,7 @@ def extension_hooks_without_reshard(tools: SimTools) -> Record:
 @scenario
 def extension_hooks_accumulated(tools: SimTools) -> Record:
     model = tools.shard(blocks(), mp_policy=MIXED)
-    return _train(tools, model, micro=3, sync=features._all_sync)
+    return _train(tools, model, micro=3, sync=features.sync_last)
 
 
 @scenario

@@ -87,7 +87,7 @@ def uneven_rows(tools: SimTools) -> Record:
 
 @scenario
 def second_dim(tools: SimTools) -> Record:
-    return tools.train(tools.shard(blocks(), shard_placement_fn=features._second))
+    return tools.train(tools.shard(blocks(), shard_placement_fn=features.place_on_dim_1))
 
 
 @scenario
@@ -127,7 +127,7 @@ def asynchronous_gathers(tools: SimTools) -> Record:
 
 @scenario
 def accumulated(tools: SimTools) -> Record:
-    return tools.train(tools.shard(blocks(), mp_policy=MIXED), micro=3, sync=features._all_sync)
+    return tools.train(tools.shard(blocks(), mp_policy=MIXED), micro=3, sync=features.sync_last)
 
 
 @scenario
@@ -162,7 +162,7 @@ def hsdp_of_six_units(tools: SimTools) -> Record:
 @scenario
 def hsdp_partial(tools: SimTools) -> Record:
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"), mp_policy=MIXED)
-    return tools.train(model, micro=3, sync=features._all_reduce)
+    return tools.train(model, micro=3, sync=features.all_reduce_last)
 
 
 @scenario
@@ -189,7 +189,7 @@ def reduce_hook_on_a_stream(tools: SimTools) -> Record:
 @scenario
 def replicated(tools: SimTools) -> Record:
     model = tools.replicate(blocks(), mesh=tools.flat())
-    return tools.train(model, micro=2, sync=features._all_sync)
+    return tools.train(model, micro=2, sync=features.sync_last)
 
 
 @scenario
@@ -210,7 +210,7 @@ SCENARIOS |= {
     "offload_replicated": lambda t: t.train(
         t.replicate(blocks(), mesh=t.flat(), offload_policy=CPUOffloadPolicy(), mp_policy=MIXED),
         micro=2,
-        sync=features._all_sync,
+        sync=features.sync_last,
     ),
 }
 
@@ -233,7 +233,7 @@ def offload_accumulated(tools: SimTools) -> Record:
 
     The last backward accumulates into offloaded gradients.
     """
-    model = _shard_offloaded(tools, mp_policy=MIXED, shard_placement_fn=features._second)
+    model = _shard_offloaded(tools, mp_policy=MIXED, shard_placement_fn=features.place_on_dim_1)
     model._set_unshard_async_op(True)
     count = itertools.count()
     sync = lambda m, _: m.set_requires_gradient_sync(next(count) % 3 > 0)  # noqa: E731
@@ -300,7 +300,7 @@ def memory_from_groups_with_replicas(tools: SimTools) -> Record:
     model = tools.shard(blocks(), mesh=mesh, mp_policy=MIXED)
     for unit in (*model, model):
         unit.set_allocate_memory_from_process_group_for_comm(True)
-    return tools.train(model, micro=3, sync=features._all_reduce)
+    return tools.train(model, micro=3, sync=features.all_reduce_last)
 
 
 @scenario

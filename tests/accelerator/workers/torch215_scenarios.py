@@ -171,7 +171,7 @@ def kept_storage_of_a_smaller_group(tools: SimTools) -> Record:
     model = tools.shard(blocks(), reshard_after_forward=2)
     model._set_unshard_async_op(True)
     _keep_storage(tools, model, True)
-    return tools.train(model, micro=2, sync=features._all_sync)
+    return tools.train(model, micro=2, sync=features.sync_last)
 
 
 # ---- dtypes ----
@@ -265,7 +265,7 @@ def dtype_overrides(tools: SimTools) -> Record:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, **options)
     torch.manual_seed(0)
     model = nn.Sequential(*(_WidenedBias() for _ in range(4)))
-    return tools.train(tools.shard(model, mp_policy=policy), micro=2, sync=features._all_sync)
+    return tools.train(tools.shard(model, mp_policy=policy), micro=2, sync=features.sync_last)
 
 
 class _WidenedBias(nn.Module):
@@ -288,7 +288,7 @@ def used_twice_without_sync(tools: SimTools) -> Record:
     """torch 2.15 adds the gradients of both uses of a weight in the reduce dtype."""
     torch.manual_seed(0)
     model = nn.Sequential(*(_Twice() for _ in range(3)))
-    return tools.train(tools.shard(model, mp_policy=MIXED), micro=3, sync=features._all_sync)
+    return tools.train(tools.shard(model, mp_policy=MIXED), micro=3, sync=features.sync_last)
 
 
 class _Twice(nn.Module):

@@ -207,11 +207,11 @@ def since(release: str) -> Callable[[Callable[[Tools], Record]], Callable[[Tools
 # ---- HSDP and replicate ----
 
 
-def _all_reduce(model: Any, last: bool) -> None:
+def all_reduce_last(model: Any, last: bool) -> None:
     model.set_requires_all_reduce(last)
 
 
-def _all_sync(model: Any, last: bool) -> None:
+def sync_last(model: Any, last: bool) -> None:
     model.set_requires_gradient_sync(last)
 
 
@@ -237,17 +237,17 @@ def hsdp_fp16(tools: Tools) -> Record:
 
 @case
 def hsdp_all_reduce_in_last_microbatch(tools: Tools) -> Record:
-    return _hsdp(tools, _all_reduce, 3)
+    return _hsdp(tools, all_reduce_last, 3)
 
 
 @case
 def hsdp_mixed_all_reduce_in_last_microbatch(tools: Tools) -> Record:
-    return _hsdp(tools, _all_reduce, 3, mp_policy=MIXED)
+    return _hsdp(tools, all_reduce_last, 3, mp_policy=MIXED)
 
 
 @case
 def hsdp_reduction_in_last_microbatch(tools: Tools) -> Record:
-    return _hsdp(tools, _all_sync, 2)
+    return _hsdp(tools, sync_last, 2)
 
 
 @case
@@ -271,12 +271,12 @@ def replicate(tools: Tools) -> Record:
     model = blocks()
     for block in model:
         tools.replicate(block)
-    return tools.train(tools.replicate(model), micro=2, sync=_all_sync)
+    return tools.train(tools.replicate(model), micro=2, sync=sync_last)
 
 
 @case
 def replicate_mixed(tools: Tools) -> Record:
-    return tools.train(tools.replicate(blocks(), mp_policy=MIXED), micro=2, sync=_all_reduce)
+    return tools.train(tools.replicate(blocks(), mp_policy=MIXED), micro=2, sync=all_reduce_last)
 
 
 @case
@@ -290,18 +290,18 @@ def replicate_below_fully_shard(tools: Tools) -> Record:
 # ---- shard placement and reshard_after_forward ----
 
 
-def _second(param: nn.Parameter) -> Shard | None:
+def place_on_dim_1(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim > 1 else None
 
 
 @case
 def shard_dim_1(tools: Tools) -> Record:
-    return tools.train(tools.shard(blocks(), shard_placement_fn=_second, mp_policy=MIXED))
+    return tools.train(tools.shard(blocks(), shard_placement_fn=place_on_dim_1, mp_policy=MIXED))
 
 
 @case
 def shard_dim_1_hsdp(tools: Tools) -> Record:
-    return _hsdp(tools, shard_placement_fn=_second)
+    return _hsdp(tools, shard_placement_fn=place_on_dim_1)
 
 
 @case
@@ -377,7 +377,7 @@ def tensor_parallel(tools: Tools) -> Record:
 def tensor_parallel_mixed_accumulated(tools: Tools) -> Record:
     mesh = tools.mesh("dp", "tp")
     model = tools.shard(_tensor_parallel(mesh), mesh=mesh["dp"], mp_policy=MIXED)
-    return tools.train(model, micro=2, sync=_all_sync)
+    return tools.train(model, micro=2, sync=sync_last)
 
 
 @since("2.13")
@@ -443,7 +443,7 @@ def hsdp_custom_reduce_scatter(tools: Tools) -> Record:
     model = tools.shard(blocks(), mesh=tools.mesh("replicate", "shard"))
     for unit in (*model, model):
         unit.set_custom_reduce_scatter(Scatter())
-    return tools.train(model, micro=2, sync=_all_reduce)
+    return tools.train(model, micro=2, sync=all_reduce_last)
 
 
 @case

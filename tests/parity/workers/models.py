@@ -69,7 +69,7 @@ def _rows(generator: torch.Generator, dtype: torch.dtype, dim: int, batch: int =
     return (torch.randn(batch, dim, generator=generator).to(dtype),), {}
 
 
-def _rows_of(dim: int) -> Callable[[torch.Generator, torch.dtype], Inputs]:
+def rows_of(dim: int) -> Callable[[torch.Generator, torch.dtype], Inputs]:
     return lambda generator, dtype: _rows(generator, dtype, dim)
 
 
@@ -84,7 +84,7 @@ def mlp() -> Case:
     return Case(
         nn.Sequential(*blocks),
         [[b] for b in blocks],
-        _rows_of(5),
+        rows_of(5),
         leaves,
         toggled=["1.0.weight", "1.0.bias"],
         ignored=["0.2.bias", "2.2.weight"],
@@ -111,7 +111,7 @@ def residual() -> Case:
     return Case(
         model,
         [[layer] for layer in model.layers],
-        _rows_of(7),
+        rows_of(7),
         [layer.up for layer in model.layers],
         toggled=["layers.1.norm.weight", "layers.1.up.weight", "scale"],
         ignored=["layers.0.norm.bias", "head.bias"],
@@ -229,7 +229,7 @@ def shared_module() -> Case:
     return Case(
         model,
         [[model.first], [model.between]],
-        _rows_of(5),
+        rows_of(5),
         toggled=["between.weight"],
         ignored=["first.norm.bias"],
         checkpointable=False,
@@ -255,7 +255,7 @@ def shared_parameters() -> Case:
     return Case(
         model,
         [[blocks[0]], [blocks[1]]],
-        _rows_of(7),
+        rows_of(7),
         toggled=["2.a.weight"],
         ignored=["1.bias"],
     )
@@ -288,7 +288,7 @@ def unused() -> Case:
     return Case(
         model,
         [[model.one], [model.unused_block], [model.two]],
-        _rows_of(5),
+        rows_of(5),
         [model.one.used],
         toggled=["one.used.weight"],
         ignored=["two.used.bias"],
@@ -314,7 +314,7 @@ def frozen() -> Case:
     return Case(
         model,
         [[model.body], [model.partly], [model.top]],
-        _rows_of(7),
+        rows_of(7),
         [model.partly.down],
         toggled=["body.up.weight", "partly.up.bias", "top.down.weight"],
         ignored=["top.norm.weight"],
@@ -339,7 +339,7 @@ def tiny() -> Case:
     return Case(
         model,
         [[blocks[0]], [blocks[1]]],
-        _rows_of(3),
+        rows_of(3),
         toggled=["0.gain", "2.mix"],
         ignored=["1.bias"],
     )
@@ -349,7 +349,7 @@ def single() -> Case:
     """Returns groups with exactly one parameter."""
     blocks = [nn.Linear(7, 13, bias=False), nn.Linear(13, 8, bias=False), nn.Linear(8, 5, False)]
     model = nn.Sequential(blocks[0], nn.ReLU(), blocks[1], nn.Tanh(), blocks[2])
-    return Case(model, [[b] for b in blocks], _rows_of(7), toggled=["2.weight"])
+    return Case(model, [[b] for b in blocks], rows_of(7), toggled=["2.weight"])
 
 
 def batchnorm() -> Case:
@@ -361,7 +361,7 @@ def batchnorm() -> Case:
     return Case(
         nn.Sequential(*blocks, nn.Linear(5, 5)),
         [[b] for b in blocks],
-        _rows_of(7),
+        rows_of(7),
         [blocks[0][1]],
         toggled=["0.1.weight", "1.0.weight"],
         ignored=["0.1.bias"],
@@ -439,7 +439,7 @@ def structures() -> Case:
     return Case(
         nn.Sequential(*blocks),
         [[b] for b in blocks],
-        _rows_of(5),
+        rows_of(5),
         toggled=["1.linear.bias"],
         ignored=["0.linear.bias"],
         checkpointable=False,
@@ -511,7 +511,7 @@ def branches() -> Case:
     return Case(
         model,
         [[model.trunk], [model.left], [model.right], [model.dropped]],
-        _rows_of(5),
+        rows_of(5),
         [model.left.up],
         toggled=["left.up.weight", "right.norm.bias"],
         ignored=["trunk.norm.bias"],

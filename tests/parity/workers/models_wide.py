@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import Block, Case, Inputs, _rows_of
+from models import Block, Case, Inputs, rows_of
 
 
 def even() -> Case:
@@ -34,7 +34,7 @@ def even() -> Case:
     return Case(
         model,
         [[layer] for layer in layers],
-        _rows_of(8),
+        rows_of(8),
         [layer.up for layer in layers],
         toggled=["layers.1.norm.weight", "layers.1.up.weight"],
         ignored=["layers.0.norm.bias", "head.bias"],
@@ -60,7 +60,7 @@ def odd() -> Case:
     return Case(
         model,
         [[model.one], [model.two]],
-        _rows_of(7),
+        rows_of(7),
         [model.one.down],
         toggled=["one.norm.weight", "two.up.weight"],
         ignored=["one.norm.bias"],
@@ -132,7 +132,7 @@ def methods() -> Case:
     return Case(
         model,
         [[model.one], [model.two]],
-        _rows_of(7),
+        rows_of(7),
         toggled=["one.enter.bias"],
         ignored=["two.enter.bias"],
         checkpointable=False,
@@ -184,7 +184,7 @@ def partial() -> Case:
     return Case(
         model,
         [[model.first, model.unused], [model.unused_too, model.second]],
-        _rows_of(5),
+        rows_of(5),
         toggled=["first.weight", "unused.weight"],
         ignored=["second.bias"],
         checkpointable=False,
@@ -249,7 +249,7 @@ def views() -> Case:
     return Case(
         model,
         [[model.one], [model.two]],
-        _rows_of(6),
+        rows_of(6),
         toggled=["one.linear.bias"],
         ignored=["two.linear.bias"],
         checkpointable=False,
@@ -281,7 +281,7 @@ def pair() -> Case:
     return Case(
         model,
         [[block] for half in (model.front, model.back) for block in (half.one, half.two)],
-        _rows_of(5),
+        rows_of(5),
         roots=[model.front, model.back],
     )
 
