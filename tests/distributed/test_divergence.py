@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("divergence")  # the tests share launches
 
 GLOO = {"FSDP_C_TRANSPORT": "gloo"}
 OFF = {"FSDP_C_GUARD": "off"}
-NAMED_BY_PLAN = {
+NAMED_BY_MODEL = {
     "another shape": "'blocks.1.first.weight' [24, 12]",
     "another shape of equal size": "'blocks.1.first.weight' [24, 6]",
     "another dtype": "torch.bfloat16",
@@ -101,7 +101,7 @@ def test_different_models_raise_on_all_ranks_and_name_the_difference(
     assert len(texts) == 1, "ranks have different messages"
     text = texts.pop()
     assert text.startswith(f"RuntimeError: ranks 0 and {world - 1} of process group ")
-    assert NAMED_BY_PLAN[name] in text
+    assert NAMED_BY_MODEL[name] in text
     seconds = max(results[name][1] for results in collect_static(env, world))
     assert seconds < divergence.LIMIT_SECONDS / 2
 
@@ -173,7 +173,7 @@ def test_rank_that_departs_again_after_an_interruption_is_counted_once() -> None
         assert ", rank 1 gathers 'blocks.0'" in message
 
 
-def test_guard_off_compares_no_plan() -> None:
+def test_guard_off_compares_no_models() -> None:
     """The rank with another divide factor trains with other gradients, as in torch."""
     names = ("another divide factor", "another order of blocks")
     for results in run_ranks(divergence.run, 2, ("fsdp_c", names, Variation()), env=OFF):
