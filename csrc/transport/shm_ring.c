@@ -16,6 +16,7 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -124,11 +125,23 @@ static uint64_t random_token(void) {
     return token >> 1; /* fits into int64_t */
 }
 
-/* Whether RLIMIT_FSIZE allows a file of `bytes` bytes. ftruncate beyond the limit raises SIGXFSZ,
+/* Whether RLIMIT_FSIZE allows a file of `bytes` bytes. fallocate beyond the limit raises SIGXFSZ,
  * which ends the process by default. */
 static int fits_file_limit(size_t bytes) {
     struct rlimit limit;
     return getrlimit(RLIMIT_FSIZE, &limit) != 0 || bytes <= limit.rlim_cur;
+}
+
+/* Sets the size of a file and allocates its memory, so that a lack of memory fails here. Otherwise
+ * the first write to a page would raise SIGBUS. Signals are blocked, because on some kernels a
+ * signal interrupts the call and undoes it. */
+static int allocate_file(int fd, size_t bytes) {
+    sigset_t all, before;
+    (void)sigfillset(&all);
+    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int status = fallocate(fd, 0, 0, (off_t)bytes);
+    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return status == 0;
 }
 
 static int create_segment(shm_ring *ring) {
@@ -141,7 +154,7 @@ static int create_segment(shm_ring *ring) {
     }
     struct flock lock = liveness_lock();
     shared_page *page = NULL;
-    if (ftruncate(fd, (off_t)segment_bytes(ring->capacity)) == 0 &&
+    if (allocate_file(fd, segment_bytes(ring->capacity)) &&
         fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0 &&
         fcntl(fd, F_SETLK, &lock) == 0) {
         page = map_segment(fd, ring->capacity);

@@ -25,6 +25,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -356,7 +357,7 @@ int __wrap_clock_gettime(clockid_t id, struct timespec *now) {
 #define KERNEL_COMMAND(command, ...) command
 #define KERNEL_LOCK(command, argument, ...) (struct flock *)(uintptr_t)(argument)
 #define memfd_create(name, flags) kernel_create()
-#define ftruncate(fd, bytes) kernel_resize(fd, bytes)
+#define fallocate(fd, mode, offset, bytes) kernel_resize(fd, bytes)
 #define mmap(address, bytes, protection, flags, fd, offset) kernel_map(fd, bytes)
 #define munmap(address, bytes) ((void)(address), (void)(bytes), 0)
 #define close(fd) ((void)(fd), 0)

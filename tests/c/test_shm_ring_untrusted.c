@@ -183,6 +183,16 @@ static void create_and_connect_under_resource_limits_fail_cleanly(void **state) 
     shm_ring_destroy(NULL);
 }
 
+static void create_allocates_all_memory_of_the_ring(void **state) {
+    (void)state;
+    struct stat info;
+    shm_ring *ring = shm_ring_create(64 * CAPACITY);
+    assert_non_null(ring);
+    assert_int_equal(fstat(ring->own.fd, &info), 0);
+    assert_true((size_t)info.st_blocks * 512 >= segment_bytes(64 * CAPACITY));
+    shm_ring_destroy(ring);
+}
+
 /* Descriptors of standard streams must not name a segment: the program prints to them. */
 static void create_without_standard_streams(void) {
     for (int stream = 0; stream <= STDERR_FILENO; stream++) {
@@ -291,6 +301,7 @@ int main(void) {
         cmocka_unit_test(connect_accepts_only_the_ring_of_the_handle),
         cmocka_unit_test(connect_refuses_files_that_are_not_rings),
         cmocka_unit_test(create_and_connect_under_resource_limits_fail_cleanly),
+        cmocka_unit_test(create_allocates_all_memory_of_the_ring),
         cmocka_unit_test(segments_avoid_standard_stream_descriptors),
         cmocka_unit_test_setup_teardown(peek_of_invalid_header_returns_corrupt, create_two_rings,
                                         destroy_two_rings),
