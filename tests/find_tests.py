@@ -125,7 +125,7 @@ TESTS_OF = {
     "norm_cpu": CLIP,
     "checksum_cpu": ("test_checksum",),
     "plans": ("test_negotiation", "test_divergence"),
-    "pool_cpu": ("test_pool",),
+    "pool_cpu": ("test_pool", "test_pool_pages"),
     "ring_cpu": ("test_ring",),
     "rtc": ("test_jit", "test_find_cuda"),
     # fsdp_c

@@ -9,9 +9,9 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 enum {
-    PAGE = 4096,
     HUGE_PAGE = 2 << 20,
     /* blocks of at least this size are aligned to huge pages and request huge pages */
     HUGE_FROM = 4 << 20,
@@ -56,9 +56,15 @@ static size_t round_up(size_t bytes, size_t unit) {
     return (bytes + unit - 1) / unit * unit;
 }
 
-/* Maps fresh pages at a multiple of `alignment`. Returns NULL on failure. */
+/* 4 KiB on x86, up to 64 KiB on Arm. */
+static size_t page_bytes(void) {
+    return (size_t)sysconf(_SC_PAGESIZE);
+}
+
+/* Maps fresh pages at a multiple of `alignment`. `bytes` is a whole number of pages, because munmap
+ * refuses an address inside of a page. Returns NULL on failure. */
 static void *map_aligned(size_t bytes, size_t alignment) {
-    const size_t slack = alignment > PAGE ? alignment : 0;
+    const size_t slack = alignment > page_bytes() ? alignment : 0;
     char *base = (char *)mmap(NULL, bytes + slack, PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base == (char *)MAP_FAILED) {
@@ -81,7 +87,7 @@ static fck_block *map_block(size_t bytes) {
     }
     const int large = bytes >= HUGE_FROM;
     block->bytes = bytes;
-    block->data = map_aligned(bytes, large ? HUGE_PAGE : PAGE);
+    block->data = map_aligned(bytes, large ? HUGE_PAGE : page_bytes());
     if (block->data == NULL) {
         free(block);
         return NULL;
@@ -191,7 +197,7 @@ static fck_block *map_used_block(size_t bytes) {
 fck_block *fck_pool_take(size_t bytes) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     (void)pthread_once(&once, register_fork_handlers);
-    const size_t needed = round_up(bytes, PAGE);
+    const size_t needed = round_up(bytes, page_bytes());
     (void)pthread_mutex_lock(&pool.mutex);
     fck_block *block = find_block(needed);
     pool.facts.taken++;
