@@ -32,6 +32,7 @@ struct shm_negotiation {
     negotiation_state state;
     shm_transport *transport; /* NULL if declined */
     bool paused;
+    bool attached;   /* to the process group; a second call would close the negotiation */
     bool closed;     /* shm_negotiation_close was called */
     int64_t gathers; /* number of gathers that gloo has moved */
     /* Gathers that gloo moves after each round. While pending, the number of this rank. */
@@ -204,12 +205,11 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
     values[PLAN] = (int64_t)n->first_plan;
     values[FLAGS] = (n->waits ? WAITS : 0) | (fct_requests_flight_recorder() ? 0 : AGREES);
     if (fct_accepts_shared_memory()) {
-        bool attached = false;
-        if (attach(pg, n, &attached) != 0) {
+        if (!n->attached && attach(pg, n, &n->attached) != 0) {
             return -1;
         }
         values[0] = n->fallback_gathers;
-        shm_transport *transport = attached ? shm_transport_open() : NULL;
+        shm_transport *transport = n->attached ? shm_transport_open() : NULL;
         if (transport != NULL) {
             const shm_ring_handle handle = shm_transport_handle(transport);
             values[1] = handle.pid;
@@ -429,10 +429,12 @@ static int compare_later_plan(shm_negotiation *n, fct_pg *pg, uint64_t hash, boo
         return -1;
     }
     if (plan->round == NULL && plan->result.state == FCT_PLANS_UNKNOWN) {
+        fct_exchange *round = NULL;
         if (compare_exchange(n, pg, OP_PLAN_COMPARISON) != 0 ||
-            fct_exchange_start(pg, &value, 1, &op_plans_find(&n->plans, hash)->round) != 0) {
+            fct_exchange_start(pg, &value, 1, &round) != 0) {
             return -1;
         }
+        op_plans_find(&n->plans, hash)->round = round;
         add_signature(n, op_signature(OP_PLAN_COMPARISON, 0));
     }
     plan = op_plans_find(&n->plans, hash);

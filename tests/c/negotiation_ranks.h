@@ -35,6 +35,7 @@ struct fct_exchange {
 
 static struct fct_pg group;
 static int rounds, live_exchanges, interruptions, failing_starts, attached;
+static void (*during_start)(void); /* runs while a start has released the GIL; NULL: none */
 
 int64_t fct_pg_world_size(const fct_pg *pg) {
     return pg->world;
@@ -69,6 +70,9 @@ int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count, fct_exch
     memcpy(&wire->values[exchange->round][(size_t)pg->rank * count], values,
            count * sizeof *values);
     (void)__atomic_fetch_add(&wire->arrived[exchange->round], 1, __ATOMIC_SEQ_CST);
+    if (during_start != NULL) {
+        during_start();
+    }
     *out = exchange;
     return 0;
 }

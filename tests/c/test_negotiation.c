@@ -215,6 +215,30 @@ static void later_plan_is_compared_once_over_gloo(void **state) {
     run_negotiation(compare_later_plans_over_gloo, 2);
 }
 
+static shm_negotiation *shared;
+
+/* Another thread, during the issue of the exchange of plan 8. */
+static void compare_plan_9(void) {
+    if (rounds == 3) {
+        during_start = NULL;
+        require(compare(shared, 9, true).state == FCT_PLANS_EQUAL && rounds == 5);
+    }
+}
+
+static void compare_plans_of_two_threads(void) {
+    require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
+    shared = begin();
+    require(compare(shared, 7, true).state == FCT_PLANS_EQUAL && rounds == 1);
+    during_start = compare_plan_9;
+    require(compare(shared, 8, true).state == FCT_PLANS_EQUAL && rounds == 5);
+    end(shared);
+}
+
+static void plan_added_during_the_issue_of_another_keeps_both(void **state) {
+    (void)state;
+    run_negotiation(compare_plans_of_two_threads, 2);
+}
+
 static void roots_are_numbered_in_the_order_of_first_use(void **state) {
     (void)state;
     static const uint64_t roots[] = {5, 3, 0, 5, 9}, numbers[] = {1, 2, 0, 1, 3};
@@ -281,7 +305,7 @@ static void fail_to_issue_round_1(void) {
     bool accepted = false;
     failing_starts = 1;
     require(shm_negotiation_run(n, &group, FCT_USE_GATHER, attach, &accepted) == -1 && rounds == 0);
-    require(is_accepted(n, FCT_USE_QUERY) && rounds == 2);
+    require(is_accepted(n, FCT_USE_QUERY) && rounds == 2 && attached == 1);
     barrier();
     end(n);
 }
@@ -319,6 +343,7 @@ int main(void) {
         cmocka_unit_test(rank_that_does_not_wait_compares_its_plan_later),
         cmocka_unit_test(rank_without_plan_is_reported_as_equal_to_all_ranks),
         cmocka_unit_test(later_plan_is_compared_once_over_gloo),
+        cmocka_unit_test(plan_added_during_the_issue_of_another_keeps_both),
         cmocka_unit_test(roots_are_numbered_in_the_order_of_first_use),
         cmocka_unit_test(veto_of_one_rank_declines_on_all),
         cmocka_unit_test(backends_other_than_gloo_decline_shared_memory_without_a_round),
