@@ -68,7 +68,8 @@ static void finish(const lane_sums *s) {
         const float square = tail[i] * tail[i];
         sum = i < remaining - remaining % HALF ? sum + square : fmaf(tail[i], tail[i], sum);
     }
-    *s->norm = sqrtf(sum);
+    /* torch returns the absolute value of one element, whose square may overflow or underflow. */
+    *s->norm = s->array->count == 1 ? fabsf(s->array->values[0]) : sqrtf(sum);
 }
 
 static void advance(lane_sums *s, int64_t blocks, const lanes *sums) {

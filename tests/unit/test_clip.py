@@ -146,7 +146,8 @@ class TestParityWithTorch:
             assert torch.equal(a.grad, b.grad)
 
     def test_clip_of_extreme_gradients_matches_torch(self) -> None:
-        for values in ([1e30, 1e30], [1e-30, 1e-40], [0.0], [math.inf, 1.0], [math.nan, 1.0]):
+        pairs = ([1e30, 1e30], [1e-30, 1e-40], [math.inf, 1.0], [math.nan, 1.0])
+        for values in (*pairs, [0.0], [1e30], [-1e-22], [1e-40]):
             by_torch, by_fsdp_c = torch.zeros(len(values)), torch.zeros(len(values))
             by_torch.grad, by_fsdp_c.grad = torch.tensor(values), torch.tensor(values)
             expected = torch.nn.utils.clip_grad_norm_([by_torch], 1.0)
