@@ -1,6 +1,6 @@
-/* Implements the process groups, collectives, streams, events, autograd and profiler of csrc/bridge
- * and the kernels of kernels/kernels.h for the dry run. Collectives complete at once and move
- * nothing. The rank is 0, and all ranks have equal sizes.
+/* Implements the process groups, streams, events, autograd and profiler of csrc/bridge, the
+ * collectives of transport/transport.h, and the kernels of kernels/kernels.h for the dry run.
+ * Collectives complete at once and move nothing. The rank is 0, and all ranks have equal sizes.
  *
  * The dry run's device keeps buffers packed: fct_pg_takes_chunks() returns false. */
 #include "boundary_device.h"

@@ -1,5 +1,6 @@
 /* Callbacks for the end of backward, which the core registers with fct_autograd_at_end(). The other
- * functions of boundary_device.c are those of csrc/bridge and kernels/kernels.h. */
+ * functions of boundary_device.c are those of csrc/bridge, transport/transport.h and
+ * kernels/kernels.h. */
 #ifndef FSDP_C_DRY_RUN_BOUNDARY_DEVICE_H
 #define FSDP_C_DRY_RUN_BOUNDARY_DEVICE_H
 

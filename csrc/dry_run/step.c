@@ -145,8 +145,11 @@ static fc_status accumulate(fcd_model *m, fcd_param *p, int64_t index, int64_t b
         return fc_error_set(&m->error, FC_EVALUE, "%lld bytes; the gradient of '%s' needs %lld",
                             (long long)bytes, d->name, (long long)needed);
     }
-    if (index < 0 && fct_grad_has(leaf)) { /* autograd adds in place */
+    const bool adds = fct_grad_has(leaf); /* autograd adds in place */
+    if (adds) {
         fcd_append_event(FCD_ADD, -1, 0, needed, d->name);
+    }
+    if (adds && index < 0) {
         return (fc_status)fcd_run_subscriptions(leaf);
     }
     fcd_storage *storage = take_gradient_storage(m, index, bytes);

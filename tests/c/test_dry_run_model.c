@@ -203,6 +203,25 @@ static void storage_becomes_the_memory_of_a_gradient(void **state) {
     end();
 }
 
+static void second_gradient_in_a_storage_is_added_to_the_first(void **state) {
+    const fcd_call second = {FCD_CALL_GRADIENT, {0, 0, 0, 100}};
+    fixture f = two_units();
+    int64_t added = 0;
+    (void)state;
+    begin(describe(&f, false));
+    run(0, 9);
+    record.call = STEP;
+    assert_int_equal(fcd_model_call(&model, &second), FC_OK);
+    for (size_t i = 0; i < record.count; i++) {
+        added += record.events[i].kind == FCD_ADD ? record.events[i].bytes : 0;
+    }
+    assert_int_equal(added, 32);
+    assert_string_equal(events_of(STEP),
+                        "free activations 100; alloc gradients 100; free gradients 100");
+    assert_int_equal(record.live[FCD_GRADIENTS], 40);
+    end();
+}
+
 static void offloaded_shards_and_gradients_use_no_device_memory(void **state) {
     fixture f = two_units();
     (void)state;
@@ -312,6 +331,7 @@ int main(void) {
         cmocka_unit_test(gather_buffer_is_kept_until_the_next_gather_on_devices_with_streams),
         cmocka_unit_test(reduction_without_overlap_ends_in_its_call),
         cmocka_unit_test(storage_becomes_the_memory_of_a_gradient),
+        cmocka_unit_test(second_gradient_in_a_storage_is_added_to_the_first),
         cmocka_unit_test(offloaded_shards_and_gradients_use_no_device_memory),
         cmocka_unit_test(all_objects_are_released_after_any_call),
         cmocka_unit_test(invalid_description_is_refused_with_the_name_of_the_item),
