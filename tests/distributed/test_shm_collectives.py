@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 
 import pytest
 import shm_collectives
@@ -21,6 +22,11 @@ def test_bits_of_shared_memory_collectives_match_gloo(world: int) -> None:
 
 def test_waits_in_reverse_order_return_the_right_data() -> None:
     assert run_ranks(shm_collectives.wait_in_reverse_order, 3) == [True] * 3
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flushes on x86")
+def test_flush_denormal_after_init_changes_sums_over_shared_memory_only() -> None:
+    assert run_ranks(shm_collectives.sum_subnormal_numbers, 2) == [(True, False)] * 2
 
 
 @pytest.mark.parametrize(

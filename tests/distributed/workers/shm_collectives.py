@@ -174,6 +174,18 @@ def wait_in_reverse_order(rank: int, world: int) -> bool:
     return all(torch.equal(rows, expected + 100.0 * i) for i, rows in enumerate(gathered))
 
 
+def sum_subnormal_numbers(rank: int, world: int) -> tuple[bool, bool]:
+    """Returns whether sums over gloo and over shared memory keep subnormal numbers, if the rank
+    flushes them from now on."""
+    groups = (dist.group.WORLD, _C.shm_group(dist.group.WORLD))
+    rows = torch.full((world * 64,), 1e-40)
+    torch.set_flush_denormal(True)
+    sums = [_reduce(group, rows, dist.ReduceOp.SUM) for group in groups]
+    torch.set_flush_denormal(False)
+    over_gloo, over_shared_memory = (bool((values != 0).all()) for values in sums)
+    return over_gloo, over_shared_memory
+
+
 def is_declined(rank: int, world: int, variable: str, value: str) -> bool:
     """Returns whether this rank has no direct group if the last rank sets ``variable``."""
     import os
