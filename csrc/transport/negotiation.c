@@ -524,6 +524,11 @@ void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op
     add_signature(n, signature);
 }
 
+void shm_negotiation_record_label(shm_negotiation *n, const fct_op_tag *tag) {
+    assert(atomic_load(&n->owners) > 0);
+    op_agreement_add(&n->agreement, tag);
+}
+
 op_checksums *shm_negotiation_checksums(shm_negotiation *n) {
     assert(atomic_load(&n->owners) > 0);
     return &n->agreement.checksums;

@@ -86,6 +86,8 @@ FCT_CHECK int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint6
                                            const fct_op_tag *tag);
 /* Records a collective that the fallback has moved, for later comparisons. */
 void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op_tag *tag);
+/* Records a collective that another backend than that of the CPU has moved. Needs no GIL. */
+void shm_negotiation_record_label(shm_negotiation *n, const fct_op_tag *tag);
 /* Returns the checksums of the data of completed collectives, on the CPU or on devices with
  * streams. The negotiation owns them. */
 op_checksums *shm_negotiation_checksums(shm_negotiation *n);

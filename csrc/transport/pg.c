@@ -3,8 +3,9 @@
  *
  * This transport counts its gathers and all-reduces, because the negotiation about shared memory
  * needs their number. Messages of this transport carry no tags. So the ranks compare the sizes of
- * collectives before the backend moves data, and their labels afterwards.
- */
+ * collectives before the backend moves data, and their labels afterwards. For collectives of
+ * devices with streams only the labels are recorded: the calling thread may not hold the GIL
+ * (bridge/gil.h), and a process group may have collectives of the CPU, too. */
 #include "pg.h"
 
 #include "../bridge/tensor.h"
@@ -13,6 +14,7 @@
 /* A collective that is about to be issued. */
 typedef struct next_op {
     shm_negotiation *negotiation; /* NULL: the ranks compare nothing */
+    bool on_cpu;                  /* the CPU backend moves the data */
     uint64_t signature;
     const fct_op_tag *tag;
 } next_op;
@@ -20,8 +22,10 @@ typedef struct next_op {
 static int begin(fct_pg *pg, fct_op_kind kind, const fct_op_tag *tag, const fct_tensor *input,
                  next_op *next) {
     fct_facts facts;
-    *next = (next_op){.negotiation = fct_negotiation_find(pg), .tag = tag};
-    if (next->negotiation == NULL) {
+    *next = (next_op){.negotiation = fct_negotiation_find(pg),
+                      .on_cpu = fct_tensor_device(input).type == FCT_DEVICE_CPU,
+                      .tag = tag};
+    if (next->negotiation == NULL || !next->on_cpu) {
         return 0;
     }
     if (shm_negotiation_compares_sizes(next->negotiation)) {
@@ -36,6 +40,10 @@ static int begin(fct_pg *pg, fct_op_kind kind, const fct_op_tag *tag, const fct_
 static int end(const next_op *next, bool gathers, int status) {
     if (status != 0 || next->negotiation == NULL) {
         return status;
+    }
+    if (!next->on_cpu) {
+        shm_negotiation_record_label(next->negotiation, next->tag);
+        return 0;
     }
     shm_negotiation_record(next->negotiation, next->signature, next->tag);
     if (gathers) {
