@@ -72,6 +72,16 @@ static const char *dtype_name(int32_t dtype) {
 
 static_assert(static_cast<int>(c10::ScalarType::NumOptions) <= 0x40, "tags have 6 bits for dtypes");
 
+/* A scope in which operators run without the dispatch modes and transforms of this thread. Any
+ * thread may complete a collective, and it holds the mutex of the transport: no Python code may
+ * run. */
+struct WithoutModes {
+    c10::impl::ExcludeDispatchKeyGuard excluded{
+        c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                             c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                             c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
+};
+
 ShmWork::ShmWork(const fct_shm_methods &methods, fct_op_kind kind, std::vector<at::Tensor> tensors,
                  bool average)
     : Work(-1, c10d::OpType::UNKNOWN, profiling_title(kind)), methods_(methods), kind_(kind),
@@ -159,6 +169,7 @@ void ShmWork::finish_with(const char *error) {
         TORCH_CHECK(error == nullptr, error);
         const c10::AutoGradMode no_grad(false);
         const at::AutoDispatchBelowADInplaceOrView below;
+        const WithoutModes without_modes;
         if (average_) {
             tensors_[0].div_(world_);
         }

@@ -29,6 +29,12 @@ def test_flush_denormal_after_init_changes_sums_over_shared_memory_only() -> Non
     assert run_ranks(shm_collectives.sum_subnormal_numbers, 2) == [(True, False)] * 2
 
 
+def test_dispatch_mode_does_not_receive_the_division_of_an_average() -> None:
+    """The division runs with the mutex of the transport, so it must not call Python code."""
+    for rank, result in enumerate(run_ranks(shm_collectives.wait_under_dispatch_mode, 2)):
+        assert result == ([], [2.0 * rank + 0.5, 2.0 * rank + 1.5])
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [

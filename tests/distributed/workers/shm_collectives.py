@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
 import torch.nn as nn
+from recorded_operators import RecordedOperators
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
@@ -184,6 +185,20 @@ def sum_subnormal_numbers(rank: int, world: int) -> tuple[bool, bool]:
     torch.set_flush_denormal(False)
     over_gloo, over_shared_memory = (bool((values != 0).all()) for values in sums)
     return over_gloo, over_shared_memory
+
+
+def wait_under_dispatch_mode(rank: int, world: int) -> tuple[list[str], list[float]]:
+    """Returns the operators that a mode receives while this rank waits for an average, and the
+    average."""
+    group = _C.shm_group(dist.group.WORLD)
+    own, rows = torch.zeros(2), torch.arange(2.0 * world) + rank
+    options = ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp.AVG
+    scatter = getattr(group, "reduce_scatter_single", group._reduce_scatter_base)
+    work = scatter(own, rows, options)
+    with RecordedOperators() as log:
+        work.wait()
+    return log.names, own.tolist()
 
 
 def is_declined(rank: int, world: int, variable: str, value: str) -> bool:
