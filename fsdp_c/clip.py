@@ -16,7 +16,6 @@ from ._runtime.grad_norm import (
     clip_with_torch_operators,
     compute_norm_on_cpu,
     get_group_names,
-    is_tracing,
     make_nonfinite_error,
     make_scalar,
     scale_on_cpu,
@@ -62,7 +61,8 @@ def clip_grad_norm_(
     params = _list_params(parameters)
     norm_type, max_norm = float(norm_type), float(max_norm)
     tensors, kinds, kind_of = _C.clip_collect(params, True)
-    if norm_type == 2.0 and foreach is None and not is_tracing():
+    # A dispatch mode traces the operators, or replaces their results.
+    if norm_type == 2.0 and foreach is None and not torch._C._len_torch_dispatch_stack():
         total = compute_norm_on_cpu(tensors, kind_of, [get_group_names(*kind) for kind in kinds])
         if total is not None:
             if error_if_nonfinite and not math.isfinite(total):

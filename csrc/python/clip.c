@@ -4,7 +4,8 @@
  * them. torch's operators process all other gradients.
  *
  * The functions keep no state. They check the extent of a tensor against its storage, then take its
- * address and use it at once, with the GIL held. */
+ * address and use it at once, with the GIL held. clip_norm is called only if no dispatch mode is
+ * active: Python code of a mode could free the tensors before their use. */
 #include "clip.h"
 
 #include "../bridge/pyobject.h"

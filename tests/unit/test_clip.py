@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_c import _C, clip_grad_norm_, fully_shard
 from fsdp_c._runtime import grad_norm, torch_clipping
@@ -324,6 +326,25 @@ class TestWithoutValues:
         by_torch = traced(torch.nn.utils.clip_grad_norm_)(torch.arange(3.0))
         by_fsdp_c = traced(clip_grad_norm_)(torch.arange(3.0))
         assert all(torch.equal(a, b) for a, b in zip(by_fsdp_c, by_torch, strict=True))
+
+
+class WrapNewTensors(TorchDispatchMode):
+    """Wraps the results of torch.empty."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return TwoTensor(result, result) if func is torch.ops.aten.empty.memory_format else result
+
+
+def test_clip_under_mode_that_wraps_new_tensors_clips() -> None:
+    totals = []
+    for clip in (torch.nn.utils.clip_grad_norm_, clip_grad_norm_):
+        param = torch.zeros(3)
+        param.grad = torch.tensor([2.0, 0.0, 0.0])
+        with WrapNewTensors():
+            totals.append(clip([param], 1.0))
+        assert param.grad.tolist() == pytest.approx([1.0, 0.0, 0.0])
+    assert torch.equal(*totals)
 
 
 class TestCollectives:
