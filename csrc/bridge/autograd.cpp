@@ -333,6 +333,10 @@ bool fct_has_observer(void) {
     return c10::impl::TorchDispatchModeTLS::any_modes_set() || torch::jit::tracer::isTracing();
 }
 
+bool fct_has_function_mode(void) {
+    return at::impl::torch_function_mode_enabled();
+}
+
 bool fct_in_backward(void) {
     return autograd::get_current_graph_task_id() != -1;
 }

@@ -24,6 +24,8 @@ typedef struct fct_hook {
 bool fct_grad_enabled(void);
 /* Whether a dispatch mode or a jit trace is active on this thread. */
 bool fct_has_observer(void);
+/* Whether a TorchFunctionMode receives the calls of torch's Python functions on this thread. */
+bool fct_has_function_mode(void);
 bool fct_in_backward(void); /* torch._C._current_graph_task_id() != -1 on this thread */
 /* Makes one identity node for n tensors that require grad. The name of the node is
  * "RegisterPostBackwardFunctionBackward". Each out[i] (new) is an alias of in[i] whose grad_fn is

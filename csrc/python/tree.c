@@ -1,6 +1,7 @@
 /* Traversal of forward arguments and outputs. C code handles the common cases: args and kwargs
  * whose items are tensors and plain scalars, and an output that is one tensor or scalar. Bound
- * Python functions traverse all other structures, and cast tensor subclasses. */
+ * Python functions traverse all other structures. They also cast tensor subclasses, and all tensors
+ * while a function mode is active. */
 #include "tree.h"
 
 #include "../bridge/pyobject.h"
@@ -183,10 +184,14 @@ static PyObject *cast_with_python(fcpy_module *mod, fct_dtype dtype, PyObject *o
     return result;
 }
 
-/* Whether all chosen tensors are plain. A cast of a subclass must call its Tensor.to(). */
-static bool all_plain(const fcpy_flat *flat) {
+/* Whether a cast need not call Tensor.to(), which subclasses and function modes may replace. */
+static bool can_cast(PyObject *tensor) {
+    return fct_py_is_plain(tensor) && !fct_has_function_mode();
+}
+
+static bool can_cast_all(const fcpy_flat *flat) {
     Py_ssize_t i = 0;
-    while (i < flat->count && fct_py_is_plain(flat->tensors[i])) {
+    while (i < flat->count && can_cast(flat->tensors[i])) {
         i++;
     }
     return i == flat->count;
@@ -195,7 +200,7 @@ static bool all_plain(const fcpy_flat *flat) {
 int fcpy_cast_inputs(fcpy_module *mod, fct_dtype dtype, PyObject **args, PyObject **kwargs) {
     fcpy_flat flat;
     PyObject *replacements[MAX_FLAT] = {NULL};
-    if (!collect_flat(*args, *kwargs, is_floating, dtype, &flat) || !all_plain(&flat)) {
+    if (!collect_flat(*args, *kwargs, is_floating, dtype, &flat) || !can_cast_all(&flat)) {
         PyObject *pair = PyTuple_Pack(2, *args, *kwargs);
         PyObject *cast = pair != NULL ? cast_with_python(mod, dtype, pair) : NULL;
         Py_XDECREF(pair);
@@ -223,7 +228,7 @@ done:
 PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output) {
     const int kind = leaf_kind(output);
     const bool casts = kind == 2 && is_floating(output, dtype);
-    if (kind == 0 || (casts && !fct_py_is_plain(output))) {
+    if (kind == 0 || (casts && !can_cast(output))) {
         return cast_with_python(mod, dtype, output);
     }
     if (casts) {

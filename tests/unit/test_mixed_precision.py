@@ -13,6 +13,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
+from torch.overrides import TorchFunctionMode
 
 import fsdp_c
 from fsdp_c._runtime import mixed_precision
@@ -173,3 +174,36 @@ def test_reduce_dtype_that_plan_suggests_saves_predicted_bytes(
     assert suggested is not None
     after = plan(eval(suggested[1], {"torch": torch}))
     assert change.saves == before.peak.total - after.peak.total
+
+
+class TripleCasts(TorchFunctionMode):
+    """Multiplies the results of casts of tensors with ``rows`` rows by 3."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_cast = func is torch.Tensor.to and args[0].shape[0] == self.rows
+        return result * 3 if is_cast and result.dtype != args[0].dtype else result
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_function_mode_replaces_casts_of_inputs_and_outputs_as_in_torch(
+    single_group: int, keyword: bool
+) -> None:
+    outputs = []
+    for shard in (torch_fsdp.fully_shard, fsdp_c.fully_shard):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        policy = torch_fsdp.MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, output_dtype=torch.float64
+        )
+        shard(model, mp_policy=policy)
+        rows = torch.ones(7, 4)
+        plain = model(rows)
+        with TripleCasts(7):
+            outputs.append(model(input=rows) if keyword else model(rows))
+        assert not torch.equal(outputs[-1], plain)
+    assert torch.equal(*outputs)
