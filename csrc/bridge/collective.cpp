@@ -434,6 +434,9 @@ bool fct_work_done(fct_work *work) {
          * the same call. */
         return false;
     }
+    /* Clean-up code calls this function with an exception set, and a Python group runs code. */
+    const fct::HeldGil held;
+    const pybind11::error_scope pending_exception;
     try {
         switch (work->kind) {
         case BackendKind::gloo:
@@ -449,7 +452,6 @@ bool fct_work_done(fct_work *work) {
             return work->work->isCompleted();
         }
     } catch (...) {
-        PyErr_Clear();
         return true;
     }
 }

@@ -303,3 +303,39 @@ def test_object_with_interface_of_process_group_is_called_as_by_torch(fake_group
             group.mesh_info.shard_process_group = Wrapper(Group(4, calls, "wrapped"))
         results.append((step(model), step(model), calls))
     assert results[1] == results[0]
+
+
+def build_over(group_class: type[Group]) -> Any:
+    """Returns a model that is sharded over a group of this class."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))["s"]
+    model = build(fully_shard, mesh)
+    for group in param_groups_of(model):
+        group.mesh_info.shard_process_group = group_class(4, [], "shard")
+    return model
+
+
+class PendingWork(dist.Work):
+    """A work that does not complete."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class PendingGroup(Group):
+    """A group with all-gathers that do not complete."""
+
+    def all_gather_single(self, output: Any, shard: Any, options: Any = None) -> PendingWork:  # type: ignore[override]
+        super().all_gather_single(output, shard)
+        return PendingWork()
+
+
+def test_exception_is_kept_when_it_frees_a_group_with_a_pending_gather(fake_group: int) -> None:
+    models = [build_over(PendingGroup)]
+    step(models[0])
+    models[0].unshard(async_op=True)
+    with pytest.raises(ZeroDivisionError):
+        # The exception frees the model, which is on the stack of the interpreter.
+        print(models.pop(), 1 / 0)
