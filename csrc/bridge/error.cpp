@@ -10,6 +10,18 @@ namespace {
 
 thread_local int64_t faults_left = 0;
 
+/* Copies the attributes that `to` does not have, such as error_code of torch.AcceleratorError, and
+ * notes. Without memory there is no copy. */
+void copy_attributes(PyObject *from, PyObject *to) {
+    PyObject *source = PyObject_GenericGetDict(from, nullptr);
+    PyObject *target = source != nullptr ? PyObject_GenericGetDict(to, nullptr) : nullptr;
+    if (target == nullptr || PyDict_Merge(target, source, /*override=*/0) != 0) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(source);
+    Py_XDECREF(target);
+}
+
 } // namespace
 
 namespace fct {
@@ -127,6 +139,7 @@ void fct_error_explain(const char *text) {
         fct_error_put_back(cause);
         return;
     }
+    copy_attributes(cause, error);
     PyException_SetCause(error, cause); // steals
     PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(error)), error);
     Py_DECREF(error);

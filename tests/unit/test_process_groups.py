@@ -339,3 +339,25 @@ def test_exception_is_kept_when_it_frees_a_group_with_a_pending_gather(fake_grou
     with pytest.raises(ZeroDivisionError):
         # The exception frees the model, which is on the stack of the interpreter.
         print(models.pop(), 1 / 0)
+
+
+class GroupError(RuntimeError):
+    """An error of a backend, with an attribute as in torch.AcceleratorError."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.text = message
+
+
+class FailingGroup(Group):
+    def all_gather_single(self, output: Any, shard: Any, options: Any = None) -> None:
+        error = GroupError("link down")
+        error.code = 7  # type: ignore[attr-defined]
+        raise error
+
+
+def test_error_of_a_collective_keeps_its_attributes(fake_group: int) -> None:
+    with pytest.raises(GroupError, match=r"link down$") as raised:
+        step(build_over(FailingGroup))
+    assert raised.value.code == 7  # type: ignore[attr-defined]
+    assert raised.value.text == str(raised.value)
