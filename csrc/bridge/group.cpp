@@ -87,6 +87,7 @@ BackendKind backend_kind(fct_pg *pg, c10::DeviceType type) {
 Handle open_handle(PyObject *obj) {
     auto object = pybind11::reinterpret_borrow<pybind11::object>(obj);
     auto group = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(object);
+    TORCH_CHECK_TYPE(group, "expected a process group, not None"); /* the cast accepts None */
     return {get_handle(std::move(group), std::move(object)), &fct_pg_release};
 }
 

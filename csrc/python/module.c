@@ -196,6 +196,10 @@ static PyObject *module_enter_shm(PyObject *module, PyObject *args) {
     if (use < FCT_USE_GATHER || use > FCT_USE_ALL_REDUCE) {
         return PyErr_Format(PyExc_ValueError, "enter_shm expects a use from 0 to 2, got %d", use);
     }
+    if (bytes < 0) {
+        return PyErr_Format(PyExc_ValueError, "enter_shm expects nbytes of at least 0, got %lld",
+                            bytes);
+    }
     fct_pg *pg = NULL;
     if (fct_py_pg(group, &pg) != 0) {
         return NULL;

@@ -305,6 +305,25 @@ def test_object_with_interface_of_process_group_is_called_as_by_torch(fake_group
     assert results[1] == results[0]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        _C.shm_group,
+        lambda group: _C.enter_shm(group, 0, 0),
+        lambda group: _C.pause_shm(group, True),
+    ],
+)
+def test_none_in_place_of_process_group_raises_type_error(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="expected a process group, not None"):
+        call(None)
+
+
+def test_enter_shm_with_negative_size_raises_value_error(fake_group: int) -> None:
+    assert dist.group.WORLD is not None
+    with pytest.raises(ValueError, match="nbytes of at least 0, got -8"):
+        _C.enter_shm(dist.group.WORLD, 0, -8)
+
+
 def build_over(group_class: type[Group]) -> Any:
     """Returns a model that is sharded over a group of this class."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))["s"]
