@@ -119,6 +119,10 @@ fc_status fc_unsharded_make(fc_group_base *base, bool extends) {
             FC_TRY(base->callbacks->extend_unsharded(p->owner));
         } else if (p->unsharded == NULL) {
             fct_tensor *unsharded = NULL;
+            if (p->flat == NULL) { /* Python code of an earlier iteration has released it */
+                return fc_error_set(&base->comm->error, FC_EASSERT,
+                                    "parameters were changed while they were gathered");
+            }
             FC_TRY_RAISED(base->callbacks->make_unsharded(p->owner, p->flat, &unsharded));
             fc_param_set_unsharded(p, unsharded);
         }

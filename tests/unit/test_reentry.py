@@ -266,6 +266,25 @@ def test_inputs_changed_during_casts_stay_in_place(single_group: int, change: st
     assert torch.equal(output, b.to(torch.bfloat16))
 
 
+def test_parameter_that_is_released_during_its_gather_raises(fake_group: int) -> None:
+    """A conversion releases unsharded parameters. A finalizer may run it at any allocation."""
+    model = make_sharded_model()
+    [group] = model[0]._get_fsdp_state()._fsdp_param_groups
+    first, second = group.fsdp_params
+
+    def release_second(flat: torch.Tensor) -> nn.Parameter:
+        second._forget_unsharded()
+        return type(first)._make_unsharded(first, flat)
+
+    first._make_unsharded = release_second
+    with pytest.raises(AssertionError, match="were changed while they were gathered"):
+        loss_of(model)
+    del first._make_unsharded
+    model.reset_iter_state()
+    loss_of(model).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
 def test_groups_replaced_in_a_gradient_hook_are_not_visited(single_group: int) -> None:
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     for layer in model:
