@@ -255,6 +255,14 @@ def test_peak_of_dry_run_is_highest_sum_of_live_bytes(streams: bool) -> None:
     assert live == {"shards": 16, "gathered": 0, "activations": 0, "gradients": 16}
 
 
+@pytest.mark.parametrize("storage", [-1, 1])
+def test_second_gradient_of_a_parameter_is_added(storage: int) -> None:
+    calls = [*STEP[:6], ("alloc", 1, 32), ("gradient", 0, 0, storage, 32)]
+    events, _ = _dry_run.run([UNIT], [{"root": 0}], calls)
+    added = [(event.call, event.bytes, event.label) for event in events if event.kind == "add"]
+    assert added == [(len(calls) - 1, 32, "weight")]
+
+
 @pytest.mark.parametrize(("limit", "kept"), [(1, 2), (2, 2), (3, 3), (6, 6)])
 def test_max_input_buffers_limits_the_rows_that_wait_for_all_reduces(limit: int, kept: int) -> None:
     mixed = PARAM | {"sizes": [16, 4], "compute": "torch.bfloat16", "reduce": "torch.bfloat16"}
