@@ -16,7 +16,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-ALL="facts build kernels jit memcheck initcheck csan graphs races parity compiled scripts bandwidth host gpt traces"
+ALL="facts build races parity kernels jit csan graphs scripts compiled memcheck initcheck bandwidth host gpt traces"
 device=cuda
 only=$ALL
 while [ $# -gt 0 ]; do
@@ -85,8 +85,9 @@ cuda_step() {
 }
 
 # On CUDA the check_ functions run at the same time, because none of them uses the device all the time.
-# The measurements run alone. The limits of the longest function and of the steps outside of functions
-# add up to less than 580 seconds. Without CUDA the functions run one after another.
+# The steps outside of functions run alone: memcheck and initcheck come after races and parity, which
+# have more results. The limits of the longest function and of the steps outside of functions add up to
+# at most 580 seconds. Without CUDA the functions run one after another.
 start() {
     if [ "$device" = cuda ]; then
         "$@" &
@@ -95,32 +96,32 @@ start() {
     fi
 }
 
-check_results() {
-    step kernels 20 "$python" $workers/check_kernels.py
-    cuda_step jit 40 "$python" $workers/check_jit.py
-    cuda_step memcheck 20 "$python" $workers/check_kernels.py --under memcheck
-    cuda_step initcheck 20 "$python" $workers/check_kernels.py --under initcheck
-    cuda_step csan 60 "$python" $workers/csan.py
-    cuda_step graphs 60 "$python" $workers/graphs.py
-}
 check_races() {
     step races 200 "$python" $workers/races.py
 }
 check_parity() {
     step parity 130 "$python" $workers/parity.py
-    step compiled 80 "$python" $workers/compiled.py
+}
+check_results() {
+    step kernels 20 "$python" $workers/check_kernels.py
+    cuda_step jit 40 "$python" $workers/check_jit.py
+    cuda_step csan 60 "$python" $workers/csan.py
+    cuda_step graphs 60 "$python" $workers/graphs.py
 }
 check_scripts() {
     step scripts 120 "$python" $workers/scripts.py
+    step compiled 80 "$python" $workers/compiled.py
 }
 
 step facts 20 "$python" $workers/facts.py
 step build 80 "$python" $workers/build.py
-start check_results
 start check_races
 start check_parity
+start check_results
 start check_scripts
 wait
+cuda_step memcheck 20 "$python" $workers/check_kernels.py --under memcheck
+cuda_step initcheck 20 "$python" $workers/check_kernels.py --under initcheck
 step bandwidth 30 "$python" $workers/bandwidth.py
 step host 60 "$python" $workers/host_cost.py
 step gpt 110 "$python" $workers/gpt_step.py

@@ -24,7 +24,7 @@ import pytest
 GPU = Path(__file__).resolve().parent
 WORKERS = GPU / "workers"
 STEPS = (
-    "facts build kernels jit memcheck initcheck csan graphs races parity compiled scripts "
+    "facts build races parity kernels jit csan graphs scripts compiled memcheck initcheck "
     "bandwidth host gpt traces"
 )
 ON_CUDA_ONLY = {"jit", "memcheck", "initcheck", "csan", "graphs"}
@@ -191,6 +191,33 @@ def test_gpu_check_hanging_step_ends_within_time_limit(tmp_path: Path) -> None:
     )
     assert result.lines["kernels"][0] == "FAIL"
     assert result.lines["memcheck"] == ("FAIL", "no time left")
+
+
+RECORDING_PYTHON = """#!/bin/bash
+# Records when a step begins and ends. Only summary.py runs. The steps races and parity take long.
+[ -n "${GPU_CHECK_STEP:-}" ] || exec "$REAL_PYTHON" "$@"
+echo "begin $GPU_CHECK_STEP" >> "$RECORD"
+case $GPU_CHECK_STEP in races | parity) sleep 2 ;; esac
+echo "end $GPU_CHECK_STEP" >> "$RECORD"
+"""
+
+
+@pytest.mark.parametrize("device", ["cuda", "sim"])
+def test_gpu_check_runs_memcheck_and_initcheck_after_races_and_parity(
+    tmp_path: Path, device: str
+) -> None:
+    """On CUDA the steps races and parity run at the same time."""
+    python, record = tmp_path / "python", tmp_path / "record"
+    python.write_text(RECORDING_PYTHON)
+    python.chmod(0o755)
+    env = os.environ | {"PYTHON": str(python), "REAL_PYTHON": sys.executable}
+    env |= {"RECORD": str(record), "OUT": str(tmp_path)}
+    subprocess.run([str(GPU / "gpu_check.sh"), "--device", device], env=env, capture_output=True)
+    times = record.read_text().splitlines()
+    assert len(times) == 2 * len(STEPS.split())
+    first = min(times.index(f"begin {step}") for step in ("memcheck", "initcheck"))
+    last = max(times.index(f"end {step}") for step in ("races", "parity"))
+    assert last < first
 
 
 def test_gpu_check_step_limits_fit_into_time_limit() -> None:

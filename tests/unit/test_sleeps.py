@@ -38,6 +38,7 @@ SLEEPS = {
     "unit/test_stall.py": [POLL, HANG],
     "unit/test_stall_many_ranks.py": [VIRTUAL],
     "gpu/gpu_check.sh": [HANG],
+    "gpu/test_gpu_check.py": [WORK],
     "c/test_progress.c": [POLL],
     "distributed/workers/behavior_backwards.py": [DELAY, DELAY],
     "distributed/workers/consistent_programs.py": [DELAY],

@@ -1,7 +1,7 @@
 """Builds the extension for the installed torch, the kernels as a library, and the C++ group.
 
 On CUDA this script runs ``setup.py build_ext --inplace`` for sm_90, without pip, build isolation or
-network. The build needs cmake and ninja on the PATH. On other devices the extension must exist.
+network. The build needs cmake, and ninja or make. On other devices the extension must exist.
 """
 
 from __future__ import annotations
