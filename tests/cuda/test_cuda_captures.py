@@ -100,6 +100,11 @@ def test_microbatches_of_single_units_race_without_finalize_backward_as_under_to
         assert "after the write by aten::add_.Tensor" in results[name]["findings"][0]
 
 
+UNSAFE = ("cudaMalloc", "cudaHostAlloc", "cudaMallocHost", "cudaMemset", "cudaMemcpy", "cudaFree")
+UNSAFE += ("cudaFreeHost",)
+"""Calls that a thread makes in relaxed mode only."""
+
+
 def test_calls_during_a_capture_return_errors_by_the_cuda_manual(run_worker: Any) -> None:
     outcomes = run_worker("capture_rules")  # cudaError_t: 9xx are errors of captures
     assert outcomes == {
@@ -111,4 +116,7 @@ def test_calls_during_a_capture_return_errors_by_the_cuda_manual(run_worker: Any
         "query of another event by a thread in relaxed mode": 0,
         "event of a finished capture": 907,
         "fork and join": 0,
+        "legacy default stream while a blocking stream is captured": 906,
+        **dict.fromkeys(UNSAFE, 900),
+        **{f"{name} by a thread in relaxed mode": 0 for name in UNSAFE},
     }

@@ -175,6 +175,9 @@ cudaError_t cudaFree(void *address) {
 }
 
 cudaError_t cudaHostAlloc(void **address, size_t bytes, unsigned) {
+    if (const int error = sim::check_unsafe_call("cudaHostAlloc")) {
+        return done(error);
+    }
     *address = sim::allocate(bytes, Kind::kPinned);
     return done(*address != nullptr ? cudaSuccess : cudaErrorMemoryAllocation);
 }
@@ -184,6 +187,9 @@ cudaError_t cudaMallocHost(void **address, size_t bytes) {
 }
 
 cudaError_t cudaFreeHost(void *address) {
+    if (const int error = sim::check_unsafe_call("cudaFreeHost")) {
+        return done(error);
+    }
     return done(sim::release(address) ? cudaSuccess : cudaErrorInvalidValue);
 }
 
@@ -254,6 +260,9 @@ cudaError_t cudaMemsetAsync(void *data, int value, size_t bytes, cudaStream_t st
 }
 
 cudaError_t cudaMemset(void *data, int value, size_t bytes) {
+    if (const int error = sim::check_unsafe_call("cudaMemset")) {
+        return done(error);
+    }
     return cudaMemsetAsync(data, value, bytes, nullptr);
 }
 

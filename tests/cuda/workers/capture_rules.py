@@ -43,14 +43,17 @@ class Cudart:
         return int(self.lib.cudaStreamEndCapture(stream, ctypes.byref(graph)))
 
     def run_captured(
-        self, mode: int, body: Callable[[Cudart, ctypes.c_void_p], int | None]
+        self,
+        mode: int,
+        body: Callable[[Cudart, ctypes.c_void_p], int | None],
+        stream: ctypes.c_void_p | None = None,
     ) -> int | None:
-        """Runs ``body`` while a new stream is captured.
+        """Runs ``body`` while the stream, or a new one, is captured.
 
         Returns the error of ``body``, or that of cudaStreamEndCapture if ``body`` returns 0 or
         None.
         """
-        stream = self.stream()
+        stream = stream or self.stream()
         assert self.lib.cudaStreamBeginCapture(stream, mode) == 0
         error = body(self, stream)
         ended = self.end(stream)
@@ -65,12 +68,30 @@ def fork(cuda: Cudart, stream: ctypes.c_void_p, join: bool) -> None:
         assert cuda.lib.cudaStreamWaitEvent(stream, cuda.event(other), 0) == 0
 
 
+def unsafe_calls(cuda: Cudart) -> dict[str, Callable[[], int]]:
+    """Returns calls that may wait for the device, or that use the legacy default stream."""
+    lib, pointers = cuda.lib, [ctypes.c_void_p() for _ in range(3)]
+    device, pinned, other = map(ctypes.byref, pointers)
+    size = ctypes.c_size_t(64)
+    assert lib.cudaMalloc(device, size) == lib.cudaHostAlloc(pinned, size, 0) == 0
+    return {
+        "cudaMalloc": lambda: lib.cudaMalloc(other, size),
+        "cudaHostAlloc": lambda: lib.cudaHostAlloc(other, size, 0),
+        "cudaMallocHost": lambda: lib.cudaMallocHost(other, size),
+        "cudaMemset": lambda: lib.cudaMemset(pointers[0], 0, size),
+        "cudaMemcpy": lambda: lib.cudaMemcpy(pointers[1], pointers[0], size, 2),
+        "cudaFree": lambda: lib.cudaFree(None),
+        "cudaFreeHost": lambda: lib.cudaFreeHost(None),
+    }
+
+
 def main() -> dict[str, int | None]:
     cuda = Cudart()
     lib = cuda.lib
     outside = cuda.event(cuda.stream())
     inside: list[ctypes.c_void_p] = []
     mode = ctypes.c_int(RELAXED)
+    unsafe = unsafe_calls(cuda)
     results = {
         "wait for an event from outside": cuda.run_captured(
             GLOBAL, lambda c, s: lib.cudaStreamWaitEvent(s, outside, 0)
@@ -87,11 +108,20 @@ def main() -> dict[str, int | None]:
         ),
         "fork and join": cuda.run_captured(GLOBAL, lambda c, s: fork(c, s, True)),
     }
+    for name, call in unsafe.items():
+        results[name] = cuda.run_captured(GLOBAL, lambda c, s, call=call: call())
     cuda.run_captured(GLOBAL, lambda c, s: inside.append(c.event(s)))
     results["event of a finished capture"] = lib.cudaStreamWaitEvent(cuda.stream(), inside[0], 0)
     lib.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     results["query of another event by a thread in relaxed mode"] = cuda.run_captured(
         GLOBAL, lambda c, s: lib.cudaEventQuery(outside)
+    )
+    for name, call in unsafe.items():
+        results[f"{name} by a thread in relaxed mode"] = cuda.run_captured(
+            GLOBAL, lambda c, s, call=call: call()
+        )
+    results["legacy default stream while a blocking stream is captured"] = cuda.run_captured(
+        GLOBAL, lambda c, s: unsafe["cudaMemset"](), cuda.make("cudaStreamCreate")
     )
     return results
 
