@@ -29,6 +29,15 @@ def test_graphs_hold_at_most_the_memory_of_torchs_graphs(cases: dict[str, Any]) 
         assert case["pool MiB"] <= cases["torch"][name]["pool MiB"], name
 
 
+def test_graphs_of_large_units_hold_at_most_the_memory_of_torchs_graphs(run_pair: Any) -> None:
+    """A buffer of a unit fills several segments of the allocator. A segment has at least 2 MiB."""
+    torchs, own = run_pair("captures", before=("--size", "MIDDLE", "--blocks", "4")).values()
+    assert set(own) == set(torchs)
+    for name, case in own.items():
+        assert case["outcome"] == torchs[name]["outcome"] == "captured", name
+        assert 100 < case["pool MiB"] <= torchs[name]["pool MiB"], name
+
+
 UNITS = ("roots", "roots, hsdp", "roots, replicate", "roots, checkpointing")
 UNITS += ("roots, 4 microbatches",)
 """Cases of ``workers/unit_captures.py``, which describes them."""

@@ -45,6 +45,7 @@ class Size:
 SMALL = Size(64, 128, 32, 96, 16)
 SMALL_MOE = Size(64, 32, 32, 96, 16, experts=16)
 SMALL_VIT = Size(64, 128, 64, 96, 16, vision=True)
+MIDDLE = Size(1024, 2816, 256, 8192, 256)
 LLAMA_8B = Size(4096, 14336, 1024, 32000, 1024)
 QWEN3_MOE = Size(2048, 768, 512, 151936, 1024, experts=128)
 VIT_L = Size(1024, 4096, 1024, 1000, 197, vision=True)
