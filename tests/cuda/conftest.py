@@ -25,11 +25,11 @@ ABORT = re.compile("watchdog thread terminated with exception|Aborting process o
 class Runner(Protocol):
     """Runs a worker and returns the object that its last line contains.
 
-    Returns None if the worker printed nothing. With ``watchdog_may_abort``, also returns None if
-    torch's watchdog ended the worker by SIGABRT.
+    Returns None if the worker printed nothing. Also returns None if torch's watchdog ended the
+    worker by SIGABRT with a message that matches ``watchdog_message``, a regular expression.
     """
 
-    def __call__(self, worker: str, *arguments: str, watchdog_may_abort: bool = False) -> Any: ...
+    def __call__(self, worker: str, *arguments: str, watchdog_message: str = "") -> Any: ...
 
 
 class PairRunner(Protocol):
@@ -44,7 +44,7 @@ class PairRunner(Protocol):
         worker: str,
         *arguments: str,
         before: tuple[str, ...] = (),
-        watchdog_may_abort: bool = False,
+        watchdog_message: str = "",
     ) -> dict[str, Any]: ...
 
 
@@ -85,10 +85,11 @@ def run_worker(cuda_python: str) -> Runner:
             pytest.fail(f"{reason}\n{imported.stderr}")
         pytest.skip(reason)
 
-    def run(worker: str, *arguments: str, watchdog_may_abort: bool = False) -> Any:
+    def run(worker: str, *arguments: str, watchdog_message: str = "") -> Any:
         result = _run(cuda_python, str(WORKERS / f"{worker}.py"), *arguments)
-        if watchdog_may_abort and result.returncode == -signal.SIGABRT:
+        if watchdog_message and result.returncode == -signal.SIGABRT:
             assert ABORT.search(result.stderr), result.stderr[-3000:]
+            assert re.search(watchdog_message, result.stderr), result.stderr[-3000:]
             return None
         assert result.returncode == 0, result.stderr[-3000:]
         lines = result.stdout.splitlines()
@@ -105,11 +106,11 @@ def run_pair(run_worker: Runner) -> PairRunner:
         worker: str,
         *arguments: str,
         before: tuple[str, ...] = (),
-        watchdog_may_abort: bool = False,
+        watchdog_message: str = "",
     ) -> dict[str, Any]:
         def run_one(name: str) -> Any:
             given = (*before, name, *arguments)
-            return run_worker(worker, *given, watchdog_may_abort=watchdog_may_abort)
+            return run_worker(worker, *given, watchdog_message=watchdog_message)
 
         names = ("torch", "fsdp_c")
         with concurrent.futures.ThreadPoolExecutor(len(names)) as executor:

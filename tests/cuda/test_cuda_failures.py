@@ -52,7 +52,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_failure_of_nccl_has_torchs_outcome(run_pair: Any, case: str) -> None:
-    torchs, own = run_pair("watchdog", case, watchdog_may_abort=True).values()
+    torchs, own = run_pair(
+        "watchdog", case, watchdog_message="collective operation timeout"
+    ).values()
     if torchs is not None and "skipped" in torchs:
         pytest.skip(torchs["skipped"])
     if CASES[case]:
@@ -67,6 +69,6 @@ def test_failure_of_nccl_has_torchs_outcome(run_pair: Any, case: str) -> None:
 def test_step_on_stopped_device_and_the_next_step_raise(run_worker: Any) -> None:
     for implementation in ("torch", "fsdp_c"):
         # torch 2.14: the watchdog may end the process before the second step
-        result = run_worker("watchdog", implementation, "device", watchdog_may_abort=True)
+        result = run_worker("watchdog", implementation, "device", watchdog_message="cudaError 719")
         if result is not None:
             assert (result["failed"], result["next"]) == ("AcceleratorError", "AcceleratorError")
