@@ -39,7 +39,7 @@ def test_graphs_of_large_units_hold_at_most_the_memory_of_torchs_graphs(run_pair
 
 
 UNITS = ("roots", "roots, hsdp", "roots, replicate", "roots, checkpointing")
-UNITS += ("roots, 4 microbatches",)
+UNITS += ("roots, 4 microbatches", "roots, capturable optimizer")
 """Cases of ``workers/unit_captures.py``, which describes them."""
 NEW = ("computations", "computations, hsdp", "computations, replicate")
 NEW += ("computations, checkpointing", "computations, grouped head")

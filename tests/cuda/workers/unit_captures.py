@@ -3,7 +3,8 @@
 ``python unit_captures.py IMPLEMENTATION [CASE...]`` prints a JSON object: for each case "captured"
 or the error, the findings of the device, the number of replays, and the MiB of the graphs' pool.
 
-- ``roots``: each unit is a root. One graph has its forward with hooks, another its backward.
+- ``roots``: each unit is a root. One graph has its forward with hooks, another its backward. A
+  third one has the optimizer's step, if that can be captured.
 - ``computations``: each unit's computation is captured, its hooks run eagerly. The parameters keep
   their addresses, by ``set_keep_unsharded_storage``.
 - ``units of a root``: the forward of each unit is captured while the root's forward runs.
@@ -111,17 +112,29 @@ def run_roots(training: Any, x: Any, run: Callable[[Callable[[], Any]], Any] = c
             run(root.finalize_backward)
 
 
-def record_roots(training: Any, x: Any, pool: Any, mode: str = "global") -> Recorder:
-    """Captures the forward and the backward of each unit, each in its own graph."""
+def warm_up_roots(training: Any, x: Any) -> None:
+    """Runs steps, with the optimizer's step if that is captured: its first step makes its state."""
 
     def step() -> None:
         run_roots(training, x)
+        if training.job.capturable:
+            training.optimizer.step()
         training.optimizer.zero_grad()
 
     warm_up(step)
+
+
+def record_roots(training: Any, x: Any, pool: Any, mode: str = "global") -> Recorder:
+    """Captures the forward and the backward of each unit, each in its own graph.
+
+    If the optimizer's step can be captured, captures it, too.
+    """
+    warm_up_roots(training, x)
     wait_for_watchdog(stub_runtime.start())
     recorder = Recorder(pool, mode)
     run_roots(training, x, recorder)
+    if training.job.capturable:
+        recorder(training.optimizer.step)
     return recorder
 
 
@@ -132,7 +145,8 @@ def capture_roots(training: Any, pool: Any, mode: str = "global") -> None:
     recorder = record_roots(training, new_input(training), pool, mode)
     for _ in range(3):
         recorder.replay()
-    training.optimizer.step()
+    if not training.job.capturable:
+        training.optimizer.step()
     torch.cuda.synchronize()
 
 
@@ -230,6 +244,7 @@ CASES: dict[str, Case] = {
         {"roots": True, "microbatches": 4, "sync_last": True},
         capture_roots,
     ),
+    "roots, capturable optimizer": ({"roots": True, "capturable": True}, capture_roots),
     "roots, finalize_backward": ({"roots": True} | FINALIZED, capture_roots),
     "computations": (KEPT, capture_computations),
     "computations, hsdp": (KEPT | {"hsdp": True}, capture_computations),

@@ -1,7 +1,8 @@
 """Compares steps with captured units with eager steps, bit by bit.
 
 ``python unit_replays.py IMPLEMENTATION [CASE...]`` prints a JSON object. ``cases`` has for each
-case the digests of the gradients of eager steps and of steps with graphs, or the exception.
+case the digests of gradients and parameters of eager steps and of steps with graphs, or the
+exception.
 ``findings`` are those of the device, which executes the work. The other ranks of the group have the
 same data (``loop_group.py``).
 """
@@ -34,7 +35,11 @@ def start_roots(training: Any, x: Any, captures: bool) -> Callable[[], None]:
     def step() -> None:
         training.optimizer.zero_grad()
         unit_captures.run_roots(training, x)
+        if training.job.capturable:
+            training.optimizer.step()
 
+    if training.job.capturable:
+        unit_captures.warm_up_roots(training, x)
     return step
 
 
@@ -55,8 +60,8 @@ def start_computations(training: Any, x: Any, captures: bool) -> Callable[[], No
     return step
 
 
-def digest_of_gradients(implementation: str, settings: dict[str, Any], captures: bool) -> str:
-    """Trains, and returns a digest of the gradients of all steps."""
+def digest_of_training(implementation: str, settings: dict[str, Any], captures: bool) -> str:
+    """Trains, and returns a digest of the gradients of all steps and of the parameters."""
     import jobs
     import torch
     import unit_captures
@@ -72,15 +77,16 @@ def digest_of_gradients(implementation: str, settings: dict[str, Any], captures:
         x, start = training.tokens, start_computations
         inputs = inputs.mul(100).long().remainder(jobs.SMALL.vocabulary)[..., 0]
     step = start(training, x, captures)
-    gradients: list[Any] = []
+    parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    results: list[Any] = []
     for new in inputs:
         with torch.no_grad():
             x.copy_(new)
         step()
-        parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
-        gradients += variants.copies(p.grad for p in parameters)
-        training.optimizer.step()
-    return variants.digest(gradients)
+        results += variants.copies(p.grad for p in parameters)
+        if not job.capturable:
+            training.optimizer.step()
+    return variants.digest([*results, *variants.copies(parameters)])
 
 
 def run_case(implementation: str, settings: dict[str, Any]) -> dict[str, str]:
@@ -89,7 +95,7 @@ def run_case(implementation: str, settings: dict[str, Any]) -> dict[str, str]:
     digests = {}
     for name, captures in (("eager", False), ("graphs", True)):
         try:
-            digests[name] = digest_of_gradients(implementation, settings, captures)
+            digests[name] = digest_of_training(implementation, settings, captures)
         except Exception as error:
             digests[name] = first_error(error)
     return digests
