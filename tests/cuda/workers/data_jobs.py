@@ -2,7 +2,8 @@
 
 Most are jobs of other tests: of the parity tests on GPUs (``gpu_jobs.py``), of the races step of
 the GPU check (``variants.py``), and of features of the parity tests (``features.py``). A job
-returns losses, and digests of reduced gradients and of parameters.
+returns losses, and digests of reduced gradients and of parameters. Its last entry is a digest of
+the unsharded parameters that its forwards have read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from extensions import Extended, OneArgument
 from features import MIXED, Record, blocks
 from gpu_jobs import GpuTools
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 
 Job = Callable[[GpuTools], Record]
 JOBS: dict[str, Job] = {}
@@ -165,6 +168,26 @@ def variant_tools(
     return tools
 
 
+def _run_with_gathered(function: Callable[[], Record]) -> Record:
+    """Runs a job. Adds a digest of the unsharded parameters after the forward of each module."""
+    gathered: list[torch.Tensor] = []
+
+    def copy(module: nn.Module, *_: Any) -> None:
+        parameters = [*module.parameters(recurse=False)]
+        meshes = {p.device_mesh.mesh_dim_names for p in parameters if isinstance(p, DTensor)}
+        if meshes - {("tp",)}:
+            raise TypeError(f"a forward of {type(module).__name__} read sharded parameters")
+        gathered.extend(variants.copies(parameters))
+
+    handle = register_module_forward_hook(copy)
+    try:
+        record = function()
+    finally:
+        handle.remove()
+    data = torch.cat([p.reshape(-1).view(torch.uint8) for p in gathered])
+    return [*record, features.digest([data])]
+
+
 def _run_variant(tools: VariantTools, name: str) -> Record:
     return [variants.digest(variants.VARIANTS[name](tools))]
 
@@ -182,4 +205,4 @@ def jobs_of(implementation: str, rank: int, world: int) -> dict[str, Callable[[]
     for name in variants.names(variant.device):
         if name.startswith(NEED_FOUR_RANKS) == (world >= 4):
             jobs[f"{name} (variant)"] = functools.partial(_run_variant, variant, name)
-    return jobs
+    return {name: functools.partial(_run_with_gathered, run) for name, run in jobs.items()}
