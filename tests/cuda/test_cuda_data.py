@@ -15,6 +15,7 @@ import pytest
 pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
 
 Launch = Callable[..., list[Any]]
+OWN_LAUNCH = "launch of fsdp_c"
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +65,32 @@ def test_faults_of_data_and_dropped_waits_change_the_bits(launch: Launch) -> Non
         assert [fault for fault, number in trainings_until_found.items() if not number] == []
 
 
-def test_step_after_failed_allocation_has_torchs_bits(launch: Launch) -> None:
-    with concurrent.futures.ThreadPoolExecutor(2) as executor:
-        runs = [executor.submit(launch, "failed_steps", 2, (n,)) for n in ("torch", "fsdp_c")]
-        torchs, own = (run.result() for run in runs)
-    for expected, actual in zip(torchs, own, strict=True):
-        assert expected["findings"] == actual["findings"] == []
-        assert set(actual["steps"]) == {"fsdp", "replicate", "offload"}
-        for job, steps in actual["steps"].items():
-            assert len(steps) >= 3, job
-            for step in steps:
-                assert step == ["OutOfMemoryError", expected["steps"][job]], job
+@pytest.mark.parametrize(
+    ("world", "allocator", "jobs", "least"),
+    [
+        (2, "caching", {"fsdp", "replicate", "offload"}, 2),
+        (2, "direct", {"fsdp", "replicate", "offload"}, 15),
+        (4, "caching", {"hsdp"}, 2),
+    ],
+)
+def test_step_after_a_failed_call_has_torchs_bits(
+    launch: Launch, world: int, allocator: str, jobs: set[str], least: int
+) -> None:
+    """The call fails on all ranks. ``least`` is the smallest number of calls that fail, except for
+    ``replicate``, which has one collective."""
+    kinds = {"cudaMalloc"} if allocator == "direct" else {"cudaMalloc", "collective", OWN_LAUNCH}
+    for result in launch("failed_steps", world, after=(allocator,)):
+        assert result["findings"] == []
+        assert set(result["steps"]) == jobs
+        for job, by_kind in result["steps"].items():
+            assert set(by_kind) == kinds
+            for kind, steps in by_kind.items():
+                outcome, digest = result["expected"][job][kind]
+                assert (outcome is None) == (kind == OWN_LAUNCH)
+                wanted = [outcome or "RuntimeError", digest]
+                is_single = (job, kind) == ("replicate", "collective")
+                assert len(steps) >= (1 if is_single else least), (job, kind)
+                assert [step for step in steps if step != wanted] == [], (job, kind)
 
 
 def test_collectives_reduce_in_the_order_of_the_ranks(launch: Launch) -> None:

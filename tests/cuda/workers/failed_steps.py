@@ -1,9 +1,13 @@
-"""Trains on ranks that exchange data, after steps in which cudaMalloc failed on all ranks.
+"""Trains on ranks that exchange data, after steps in which one call failed on all ranks.
 
-``python failed_steps.py IMPLEMENTATION RANK WORLD FILE`` is one rank. It prints a JSON object.
-Under torch, ``steps`` maps each job to the digest of the gradients of a step. Under fsdp_c it maps
-each job to a list. Entry n belongs to a step in which the n-th and all later calls of cudaMalloc
-failed: its outcome, and the digest of the next step. ``findings`` are those of the device.
+``python failed_steps.py RANK WORLD FILE ALLOCATOR`` is one rank. It prints a JSON object.
+``steps`` maps each job and each kind of call to a list. Entry n belongs to a step of fsdp_c in
+which the n-th call of the kind failed: its outcome, and the digest of the gradients of the next
+step. ``expected`` has the outcome under torch, None if torch makes no such call, and the digest of
+the same step without a failure. ``findings`` are those of the device.
+
+If a cudaMalloc fails, all later ones of the step fail, too. ALLOCATOR is "caching", or "direct":
+then each tensor is a cudaMalloc, and no other kind of call fails.
 """
 
 from __future__ import annotations
@@ -17,18 +21,22 @@ from typing import Any
 
 import data
 import stub_runtime
-from failures import LIMIT, outcome_of
+from failures import KINDS, LIMIT, outcome_of
 
-FAILURES = 1000000
-"""More calls than a step has."""
+FAILING = ("cudaMalloc", "collective", "launch of fsdp_c")
+"""Kinds of calls of ``failures.py``."""
+STEP_OF_DIRECT = 4
+"""With the allocator "direct" every fourth cudaMalloc fails."""
 
 
-def shard_functions(tools: Any) -> dict[str, Callable[[], Any]]:
+def shard_functions(tools: Any, world: int) -> dict[str, Callable[[], Any]]:
     """Returns the jobs by name. Each function returns a new model."""
     import variants
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     mixed = {"mp_policy": variants.MIXED}
+    if world >= 4:
+        return {"hsdp": lambda: tools.shard(tools.blocks(), mesh=tools.hybrid, **mixed)}
     return {
         "fsdp": lambda: tools.shard(tools.blocks(), **mixed),
         "replicate": lambda: tools.replicate(tools.blocks(), mesh=tools.flat, **mixed),
@@ -44,45 +52,67 @@ def digest_of_step(tools: Any, model: Any, x: Any) -> str:
     return variants.digest(variants.copies(p.grad for p in model.parameters()))
 
 
-def fail_steps(device: stub_runtime.Device, tools: Any, model: Any) -> list[tuple[str, str]]:
-    """Returns the outcome of each failed step, and the digest of the step after it."""
+def fail_step(tools: Any, model: Any, kind: str, n: int) -> str | None:
+    """Runs a step in which the n-th call fails. Returns its outcome, or None without such a call.
+
+    Drops the model's gradients before the step.
+    """
     import torch
 
-    first, second = tools.inputs(2)
+    device, (setting, options, _) = stub_runtime.start(), KINDS[kind]
+    model.zero_grad()
+    torch.cuda.empty_cache()
+    device.set(**options, **{setting: n})
+    outcome = outcome_of(lambda: tools.backward(model, tools.inputs(1)[0]))
+    is_reached = device.get_calls_until_failure(setting) == 0
+    device.set(**{setting: 0}, malloc_failures_left=0)
+    return outcome if is_reached else None
+
+
+def fail_steps(tools: Any, model: Any, kind: str, distance: int) -> list[tuple[str, str]]:
+    """Returns the outcome of each failed step, and the digest of the step after it.
+
+    Call 1, 1 + distance, ... fails, until a step has fewer calls.
+    """
     results = []
-    for n in range(1, LIMIT):
-        model.zero_grad()
-        torch.cuda.empty_cache()
-        device.set(malloc_failures=FAILURES, fail_malloc=n)
-        outcome = outcome_of(lambda: tools.backward(model, first))
-        is_reached = device.get_calls_until_failure("fail_malloc") == 0
-        device.set(fail_malloc=0, malloc_failures_left=0)
-        if not is_reached:
+    for n in range(1, LIMIT, distance):
+        outcome = fail_step(tools, model, kind, n)
+        if outcome is None:
             return results
-        results.append((outcome, digest_of_step(tools, model, second)))
+        results.append((outcome, digest_of_step(tools, model, tools.inputs(2)[1])))
     raise AssertionError(f"a step has more than {LIMIT} calls")
 
 
-def main(implementation: str, rank: int, world: int, file: str) -> dict[str, Any]:
+def main(rank: int, world: int, file: str, allocator: str) -> dict[str, Any]:
+    is_direct = allocator == "direct"
+    if is_direct:
+        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     device = data.join(rank, world, file)
     import data_jobs
 
     # torch allocates a segment for a parameter of more than 1 MiB. `empty_cache` frees it.
-    tools = data_jobs.variant_tools(implementation, rank, world, width=512)
-    first, second = tools.inputs(2)
-    results: dict[str, Any] = {}
-    for name, shard in shard_functions(tools).items():
+    width = 16 if is_direct else 512
+    torchs, own = (
+        data_jobs.variant_tools(name, rank, world, width=width) for name in ("torch", "fsdp_c")
+    )
+    kinds = FAILING[:1] if is_direct else FAILING
+    expected: dict[str, dict[str, Any]] = {}
+    steps = {}
+    for name, shard in shard_functions(torchs, world).items():
         model = shard()
-        digest_of_step(tools, model, first)
-        if implementation == "fsdp_c":
-            results[name] = fail_steps(device, tools, model)
-        else:
-            results[name] = digest_of_step(tools, model, second)
-    return {"steps": results, "findings": device.findings()}
+        digest_of_step(torchs, model, torchs.inputs(2)[0])
+        digest = digest_of_step(torchs, model, torchs.inputs(2)[1])
+        expected[name] = {kind: (fail_step(torchs, model, kind, 1), digest) for kind in kinds}
+    for name, shard in shard_functions(own, world).items():
+        model = shard()
+        digest_of_step(own, model, own.inputs(2)[0])
+        distance = STEP_OF_DIRECT if is_direct else 1
+        steps[name] = {kind: fail_steps(own, model, kind, distance) for kind in kinds}
+    return {"expected": expected, "steps": steps, "findings": device.findings()}
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    implementation, rank, world, file = sys.argv[1:]
-    print(json.dumps(main(implementation, int(rank), int(world), file)), flush=True)
+    rank, world, file, allocator = sys.argv[1:]
+    print(json.dumps(main(int(rank), int(world), file, allocator)), flush=True)
     os._exit(0)
