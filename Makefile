@@ -47,8 +47,10 @@ PYTEST_ARGS ?= -n 4 --dist loadgroup
 # Most of test-assert is one group, which runs on one worker. A third worker would only import torch.
 ASSERT_ARGS ?= -n 2 --dist loadgroup
 CLIENTS_VENV ?= .venv-clients
-# The Python of cuda-sim, with a CUDA build of torch and its packages (setuptools, cmake and ninja, too).
-CUDA_PYTHON ?= $(PY)
+# The Python of cuda-sim, with a CUDA build of torch and its packages (setuptools, cmake and ninja, too). The default is
+# the newest environment of env-releases, or that of VENV.
+RELEASE_PYTHONS = $(sort $(patsubst %/.fsdp_c-env,%/bin/python,$(wildcard $(RELEASES_DIR)/torch-*/.fsdp_c-env)))
+CUDA_PYTHON ?= $(or $(lastword $(RELEASE_PYTHONS)),$(PY))
 DOCS_VENV ?= .venv-docs
 WHEEL_VENV ?= .venv-wheels
 # Releases of torch to install for wheels, and the environments that wheels are built for.
@@ -281,12 +283,13 @@ test-release: $(RELEASES_DIR)/torch-$(RELEASE)/.fsdp_c-env
 
 # Builds the simulated CUDA device for the torch of CUDA_PYTHON, and fsdp_c for that torch, then runs tests/cuda with the
 # options CUDA_ARGS.
+cuda-sim: export FSDP_C_CUDA_PYTHON := $(if $(findstring /,$(CUDA_PYTHON)),$(abspath $(CUDA_PYTHON)),$(CUDA_PYTHON))
 cuda-sim: build
-	@built=$$($(CUDA_PYTHON) tests/cuda/workers/stub_build.py); echo "$$built"; \
+	@built=$$($$FSDP_C_CUDA_PYTHON tests/cuda/workers/stub_build.py); echo "$$built"; \
 	if [[ "$$built" == *skipped* ]]; then exit 0; fi; \
-	FSDP_C_NO_CUDA=1 $(CUDA_PYTHON) setup.py build --build-lib build/cuda-sim/package > build/log-cuda.txt 2>&1 \
+	FSDP_C_NO_CUDA=1 $$FSDP_C_CUDA_PYTHON setup.py build --build-lib build/cuda-sim/package > build/log-cuda.txt 2>&1 \
 		|| { cat build/log-cuda.txt; exit 1; }; \
-	FSDP_C_CUDA_PYTHON=$(CUDA_PYTHON) $(PY) -m pytest $(CUDA_ARGS) tests/cuda
+	$(PY) -m pytest $(CUDA_ARGS) tests/cuda
 
 # ---- style ------------------------------------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ TESTS = {
     "FSDP_C_CUDA_SIM": INTERNAL,
     "FSDP_C_CUDA_PYTHON": Variable(
         "path",
-        "`tests/cuda`: this Python; `make bench`: no `cuda_steps`",
+        "`make cuda-sim`, `make bench`: an environment of `make env-releases`; pytest: this Python",
         "Python with a CUDA build of torch (`make cuda-sim`)",
     ),
     "FSDP_C_CUDA_PACKAGE": Variable(

@@ -250,3 +250,15 @@ def test_cuda_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     completed = run_tool("make", "cuda-check")
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "kernels_cuda.cu compiles" in completed.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_cuda_sim_runs_with_the_newest_environment_of_env_releases(tmp_path: Path) -> None:
+    for release in ("2.14.1", "2.15.0"):
+        python = tmp_path / f"torch-{release}/bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/bin/sh\necho cuda-sim: skipped, {release}\n")
+        python.chmod(0o755)
+        (tmp_path / f"torch-{release}/.fsdp_c-env").touch()
+    completed = run_tool("make", "-s", "-o", "build", "cuda-sim", f"RELEASES_DIR={tmp_path}")
+    assert completed.stdout == "cuda-sim: skipped, 2.15.0\n", completed.stderr

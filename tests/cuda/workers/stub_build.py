@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def missing() -> str | None:
     """Returns the reason why the device cannot be built here, or None."""
     site = find_site()
     if site is None:
-        return "torch was built without CUDA"
+        return "torch was built without CUDA: run  make env-releases RELEASES=2.15.0"
     if not include_folders(site):
         return "the headers of CUDA are missing: install nvcc"
     if not find_library(site, "cudart"):
@@ -220,4 +221,5 @@ if __name__ == "__main__":
     if (why := missing()) is not None:
         print(f"cuda-sim: skipped, {why}")
         sys.exit(0)
-    print(f"cuda-sim: {build()}")
+    begin = time.perf_counter()
+    print(f"cuda-sim: {build()}, after {time.perf_counter() - begin:.1f} s")
