@@ -1,11 +1,12 @@
 """Runs the benchmarks of ``FULL_OPTIONS`` and writes a report; ``make bench`` calls this script.
 
-These are all benchmarks but ``checksums.py`` and ``peers.py``. ``cuda_steps.py`` runs if
-FSDP_C_CUDA_PYTHON names the Python of ``make cuda-sim``. The benchmarks run one after the other,
-each in its own process. The report begins with machine, load, date and commands, followed by
-tables and plots. The plots are in a folder with the report's name without its suffix. If a
-benchmark fails, the others still run, and the exit status is 1. ``--quick`` runs only ``steps``,
-``host`` and ``bandwidth``, on tiny models. Its figures are not meaningful.
+These are all benchmarks but ``checksums.py`` and ``peers.py``. ``cuda_steps.py`` runs with the
+Python FSDP_C_CUDA_PYTHON, or with an environment of ``make env-releases`` for which
+``make cuda-sim`` has built fsdp_c. The benchmarks run one after the other, each in its own process.
+The report begins with machine, load, date and commands, followed by tables and plots. The plots are
+in a folder with the report's name without its suffix. If a benchmark fails, the others still run,
+and the exit status is 1. ``--quick`` runs only ``steps``, ``host`` and ``bandwidth``, on tiny
+models. Its figures are not meaningful.
 
 The label ``torch`` in tables and JSON is torch's FSDP2.
 
@@ -15,6 +16,7 @@ The label ``torch`` in tables and JSON is torch's FSDP2.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -58,8 +60,24 @@ QUICK_OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def find_python(name: str) -> str:
-    """Returns the Python of a benchmark; empty if it is not set."""
-    return os.environ.get("FSDP_C_CUDA_PYTHON", "") if name == "cuda_steps" else sys.executable
+    """Returns the Python of a benchmark; empty if there is none."""
+    if name != "cuda_steps":
+        return sys.executable
+    default = FOLDER.parents[1] / "fsdp_c-envs"
+    stamps = Path(os.environ.get("RELEASES_DIR") or default).glob("torch-*/.fsdp_c-env")
+    pythons = [str(stamp.parent / "bin/python") for stamp in sorted(stamps, reverse=True)]
+    given = os.environ.get("FSDP_C_CUDA_PYTHON")
+    return given if given is not None else next(filter(has_package, pythons), "")
+
+
+@functools.cache
+def has_package(python: str) -> bool:
+    """Whether ``make cuda-sim`` has built fsdp_c for the torch of this Python."""
+    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent / "build/cuda-sim/package")}
+    command = [python, "-c", "import torch, fsdp_c._C"]
+    # The folder of the call must not contain fsdp_c, because `python -c` imports from it first.
+    completed = subprocess.run(command, env=environment, cwd=FOLDER, capture_output=True)
+    return completed.returncode == 0
 
 
 class BenchmarkRun:
@@ -230,7 +248,7 @@ def main() -> None:
     }
     for name in selected:
         if not find_python(name):
-            print(f"{name}: skipped, FSDP_C_CUDA_PYTHON is not set")
+            print(f"{name}: skipped, make cuda-sim has not built fsdp_c for a CUDA build of torch")
     lines = [*format_header(results, (load_before, _format_load()), options.quick)]
     for name, result in results.items():
         format_section = SECTIONS.get(name, format_output)

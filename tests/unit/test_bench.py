@@ -65,6 +65,27 @@ def test_bench_rejects_wrong_options_before_it_writes(
     assert not list(tmp_path.iterdir())
 
 
+def test_cuda_benchmark_runs_with_the_newest_environment_that_has_fsdp_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    import bench
+
+    monkeypatch.delenv("FSDP_C_CUDA_PYTHON", raising=False)
+    monkeypatch.setenv("RELEASES_DIR", str(tmp_path))
+    assert bench.find_python("cuda_steps") == ""
+    for release, status in (("2.12.1", 0), ("2.14.1", 0), ("2.15.0", 1)):
+        python = tmp_path / f"torch-{release}/bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/bin/sh\nexit {status}\n")
+        python.chmod(0o755)
+        (tmp_path / f"torch-{release}/.fsdp_c-env").touch()
+    assert bench.find_python("cuda_steps") == str(tmp_path / "torch-2.14.1/bin/python")
+    monkeypatch.setenv("FSDP_C_CUDA_PYTHON", "python of a CUDA build")
+    assert bench.find_python("cuda_steps") == "python of a CUDA build"
+    assert bench.find_python("steps") == sys.executable
+
+
 def test_benchmark_report_after_a_failed_benchmark_has_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
