@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xdist_group("cuda checks"), pytest.mark.timeout(900)]
 
 
 def test_cuda_sanitizer_reports_most_dropped_waits_and_no_other_error(run_worker: Any) -> None:

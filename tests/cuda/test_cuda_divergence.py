@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("cuda captures"), pytest.mark.timeout(300)]
 
 DIFFERENCES = {
     # case: the differing fact, and its values

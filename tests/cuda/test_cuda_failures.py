@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xdist_group("cuda captures"), pytest.mark.timeout(900)]
 FAILURES = {"cudaMalloc", "cudaMalloc, retried", "collective", "launch of torch"}
 
 

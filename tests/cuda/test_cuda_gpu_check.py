@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xdist_group("cuda checks"), pytest.mark.timeout(900)]
 
 IMPLEMENTATIONS = ("torch", "fsdp_c")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.xdist_group("cuda"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xdist_group("cuda checks"), pytest.mark.timeout(900)]
 
 UNROLL = 4
 """Accesses of each loop of ``csrc/kernels/lines.cuh``."""
