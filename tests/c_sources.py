@@ -161,12 +161,13 @@ def list_functions(path: Path) -> list[Function]:
 
 
 def _is_constant(declaration: str) -> bool:
-    """Returns true if the declared object itself cannot change."""
-    specifiers = declaration.partition("=")[0]
+    """Returns true if neither the object nor one that ``new`` creates for it can change."""
+    specifiers, _, value = declaration.partition("=")
     if "constexpr" in specifiers:
         return True
-    _, star, declarator = specifiers.rpartition("*")
-    return bool(re.search(r"\bconst\b", declarator if star else specifiers))
+    pointee, star, declarator = specifiers.rpartition("*")
+    checked = [declarator, pointee] if value.lstrip().startswith("new ") else [declarator]
+    return all(re.search(r"\bconst\b", part) for part in (checked if star else [specifiers]))
 
 
 def _split_declarators(declaration: str) -> list[str]:

@@ -138,9 +138,18 @@ GLOBALS = {
     "bridge/error.cpp": {
         "faults_left": "for tests: boundary calls of this thread until one fails",
     },
+    "bridge/exchange.cpp": {
+        "table": "object attached to each process group, until the group ends; GIL",
+    },
     "bridge/gil.cpp": {
         "gil_scope": "whether this thread is in a scope of bridge/gil.h",
         "gil_taker": "state with which this thread takes the GIL that its scope has released",
+    },
+    "bridge/group.cpp": {
+        "table": "handle of each process group, shared by all its users; GIL",
+    },
+    "bridge/memory.cpp": {
+        "pool": "torch's interface to the memory pool; storages refer to it until the process ends",
     },
     "bridge/shm_backend.cpp": {
         "reduces_gradients": "marks the all-reduce that this thread issues as one of gradients",
@@ -266,6 +275,9 @@ int run(void) {
     int local = 0;
     for (int i = 0; i < 3; i++) { local += i; }
     static _Atomic(int) once = 0;
+    static auto *const created = new std::map<int, int>();
+    static const auto *const fixed_object = new std::map<int, int>();
+    static auto *const fixed_pointer = find(map);
     return local;
 }
 }
@@ -283,12 +295,13 @@ int run(void) {
         "labelled",
         "calls",
         "once",
+        "created",
     }
     assert [(f.name, f.lines) for f in c_sources.list_functions(source)] == [
         ("operator", 1),
         ("convert", 1),
         ("count", 1),
-        ("run", 6),
+        ("run", 9),
     ]
 
 
