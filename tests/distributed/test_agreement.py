@@ -35,7 +35,7 @@ STATIC = (
 
 
 @functools.cache
-def collect(steps: int, world: int) -> list[dict[str, tuple[str, int, float]]]:
+def collect(steps: int, world: int) -> list[dict[str, tuple[str, int]]]:
     return run_ranks(agreement.run_kinds, world, (steps,), env=GLOO, timeout=200)
 
 
@@ -47,9 +47,8 @@ def test_different_collective_of_equal_size_raises_on_all_ranks_before_the_optim
     name: str, steps: int, world: int
 ) -> None:
     for results in collect(steps, world):
-        text, completed, seconds = results[name]
+        text, completed = results[name]
         assert completed == 0
-        assert seconds < agreement.LIMIT_SECONDS / 2
         if steps == 0 and name in STATIC:
             assert f"ranks 0 and {world - 1} of process group" in text
             continue
@@ -84,7 +83,7 @@ def test_difference_after_an_unshard_before_the_first_forward_raises() -> None:
 def test_training_continues_after_different_collectives_with_the_guard_off() -> None:
     names = ("another order of blocks", "another divide factor", "another parameter")
     for results in run_ranks(agreement.run_kinds, 2, (1, names), env=OFF):
-        assert [outcome[:2] for outcome in results.values()] == [("", 2)] * 3
+        assert list(results.values()) == [("", 2)] * 3
 
 
 def test_ranks_with_equal_programs_do_not_raise() -> None:

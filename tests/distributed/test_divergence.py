@@ -102,34 +102,30 @@ def test_different_models_raise_on_all_ranks_and_name_the_difference(
     text = texts.pop()
     assert text.startswith(f"RuntimeError: ranks 0 and {world - 1} of process group ")
     assert NAMED_BY_MODEL[name] in text
-    seconds = max(results[name][1] for results in collect_static(env, world))
-    assert seconds < divergence.LIMIT_SECONDS / 2
 
 
 @pytest.mark.parametrize("name", divergence.DYNAMIC)
 def test_different_collective_raises_on_all_ranks_and_names_both_units(name: str) -> None:
     own, other = NAMED_BY_LABEL[name]
     for rank, results in enumerate(collect_dynamic(2, 3)):
-        text, seconds = results[name]
+        text, _ = results[name]
         if rank == 2 and divergence.OWN_ERROR in text:
             continue
         assert "collective mismatch: " in text
         assert own in text, rank
         assert other in text, rank
         assert ", rank 2 " in text, rank
-        assert seconds < divergence.LIMIT_SECONDS / 2
 
 
 @pytest.mark.parametrize("name", divergence.DYNAMIC)
 def test_divergence_in_the_first_step_raises_on_all_ranks(name: str) -> None:
     for rank, results in enumerate(collect_dynamic(0, 2)):
-        text, seconds = results[name]
+        text, _ = results[name]
         if rank == 1 and divergence.OWN_ERROR in text:
             continue
         assert text.startswith("RuntimeError: ")
         assert "rank 0 " in text
         assert "rank 1 " in text or "ranks 0 and 1 " in text
-        assert seconds < divergence.LIMIT_SECONDS / 2
 
 
 @functools.cache
@@ -147,7 +143,7 @@ def test_different_collective_over_gloo_raises_on_all_ranks_and_names_two_ranks(
 ) -> None:
     """gloo ends a process that receives a message of another size than expected."""
     for rank, results in enumerate(collect_over_gloo(steps, world, distinct)):
-        text, seconds = results[name]
+        text, _ = results[name]
         if rank == world - 1 and divergence.OWN_ERROR in text:
             continue
         assert text.startswith("RuntimeError: ")
@@ -155,7 +151,6 @@ def test_different_collective_over_gloo_raises_on_all_ranks_and_names_two_ranks(
             first, _, second = text.partition("collective mismatch: rank ")[2].partition(", rank ")
             assert int(first[0]) < world - 1
             assert second[0] == str(world - 1)
-        assert seconds < divergence.LIMIT_SECONDS / 2
 
 
 def test_rank_that_departs_alone_raises_at_the_time_limit() -> None:

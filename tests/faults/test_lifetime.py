@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_peer_raises_error_with_operation_group_pass_and_rank(
     place: str, operation: str, group: str, passed: str, report_folder: Path
 ) -> None:
-    kind, _, message, *_, cause = reports_after_peer_death(report_folder)[place]
+    kind, message, *_, cause = reports_after_peer_death(report_folder)[place]
     assert kind == "RuntimeError"
     assert message.startswith(
         f"{operation} of {group} (step 2, {passed}) failed on rank 0 of 2 of process group '"
@@ -106,9 +107,10 @@ def test_killed_peer_raises_error_with_operation_group_pass_and_rank(
 
 
 def test_missing_peer_raises_error_at_group_timeout(report_folder: Path) -> None:
-    kind, seconds, message, *_ = reports_after_peer_death(report_folder)["missing peer"]
+    kind, message, *_ = reports_after_peer_death(report_folder)["missing peer"]
     assert kind == "RuntimeError"
-    assert float(seconds) > 1  # the group's limit is 1.5 s, that of other groups 600 s
     assert message.startswith(
         "all-gather of the root's parameter group (step 0, outside of a pass) failed on rank 0 of 2"
     )
+    # The limit of this group is 1.5 s. That of the other groups is longer than the launch.
+    assert re.search("(?i)timed out|timeout", message.partition("': ")[2])

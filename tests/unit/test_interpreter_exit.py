@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import fsdp_c._compat.shutdown
 
-# A daemon thread runs for sys.argv[1] seconds without the GIL, as torch's threads do. Prints
-# whether wait_for_threads returned after the thread's end, and whether it returned within that
-# time plus one second. The module is imported without the package, and therefore without torch.
+# A daemon thread runs for sys.argv[1] seconds without the GIL, as torch's threads do. sys.argv[2]
+# is the longest wait. Prints whether wait_for_threads returned after the thread's end. The module
+# is imported without the package, and therefore without torch.
 PROGRAM = f"""
 import hashlib, sys, threading, time
 sys.path.insert(0, {str(Path(fsdp_c._compat.shutdown.__file__).parent)!r})
@@ -22,13 +23,11 @@ def work():  # pbkdf2_hmac releases the GIL
     while time.monotonic() < until:
         hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
     ended.set()
-begin = time.monotonic()
-until = begin + float(sys.argv[1])
+until = time.monotonic() + float(sys.argv[1])
 threading.Thread(target=work, daemon=True).start()
-if sys.argv[2] == "no /proc":
-    shutdown.THREADS = "/nowhere"
+shutdown.MAX_WAIT = float(sys.argv[2])
 shutdown.wait_for_threads()
-print(ended.is_set(), time.monotonic() - begin < until - begin + 1)
+print(ended.is_set())
 """
 
 
@@ -53,21 +52,40 @@ sys.modules["freed at exit"] = TrainsInFinalizer()
 """
 
 
-def run_program(seconds: float, machine: str = "Linux") -> str:
-    command = [sys.executable, "-c", PROGRAM, str(seconds), machine]
+def run_program(seconds: float, longest_wait: float) -> str:
+    command = [sys.executable, "-c", PROGRAM, str(seconds), str(longest_wait)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_wait_for_threads_returns_after_the_end_of_a_running_thread() -> None:
-    assert run_program(0.3) == "True True"
+    assert run_program(0.3, float("inf")) == "True"
 
 
 def test_wait_for_threads_returns_after_timeout() -> None:
-    assert run_program(60) == "False True"
+    assert run_program(60, fsdp_c._compat.shutdown.MAX_WAIT) == "False"
 
 
-def test_wait_for_threads_without_proc_file_system_ignores_running_threads() -> None:
-    assert run_program(60, "no /proc") == "False True"
+@pytest.mark.parametrize(
+    ("state", "seconds"),
+    [
+        ("R", fsdp_c._compat.shutdown.MAX_WAIT),
+        ("S", fsdp_c._compat.shutdown.MIN_WAIT),
+        ("no /proc", fsdp_c._compat.shutdown.MIN_WAIT),
+    ],
+)
+def test_wait_for_threads_takes_the_shortest_time_unless_a_thread_runs(
+    state: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    clock = SimpleNamespace(sleep=slept.append, monotonic=lambda: sum(slept))
+    monkeypatch.setattr(fsdp_c._compat.shutdown, "time", clock)
+    threads = tmp_path / "task"
+    monkeypatch.setattr(fsdp_c._compat.shutdown, "THREADS", str(threads))
+    if state != "no /proc":
+        (threads / "1").mkdir(parents=True)
+        (threads / "1/stat").write_text(f"1 (thread) {state} 1 2 3\n")
+    fsdp_c._compat.shutdown.wait_for_threads()
+    assert sum(slept) == pytest.approx(seconds, abs=fsdp_c._compat.shutdown.PAUSE)
 
 
 def test_forward_registers_wait_for_threads_as_exit_function() -> None:

@@ -34,6 +34,7 @@ SLEEPS = {
     "unit/compare_job.py": [HANG, HANG],
     "unit/test_check.py": [HANG],
     "unit/test_compare.py": [POLL, POLL],
+    "unit/test_interpreter_exit.py": [VIRTUAL],
     "unit/test_model_comparison.py": [DELAY],
     "unit/test_stall.py": [POLL, HANG],
     "unit/test_stall_many_ranks.py": [VIRTUAL],

@@ -255,10 +255,9 @@ def run_with_peer_death(rank: int, world: int, folder: str) -> None:
 
 
 def report_exception(path: Path, run: Callable[[], None]) -> None:
-    """Runs ``run()`` and writes its exception's type, seconds, message and cause to ``path``."""
-    start = time.monotonic()
+    """Runs ``run()`` and writes its exception's type, message and cause to ``path``."""
     try:
         run()
     except Exception as error:
-        parts = [type(error).__name__, f"{time.monotonic() - start}", str(error)]
+        parts = [type(error).__name__, str(error)]
         path.write_text("\n".join([*parts, f"cause: {type(error.__cause__).__name__}"]))
