@@ -14,7 +14,6 @@ DELAY = "a late rank is the subject of the test"
 HANG = "a process or thread that does not end is the subject of the test"
 POINT = "a fault comes at a random time"
 VIRTUAL = "the clock is simulated"
-STEP = "a step takes so long that monitors, which run at intervals, read it"
 WORK = "a stand-in takes as long as the work that it replaces"
 STACKS = "a process that hangs gets this time to write its stacks, and is killed then"
 
@@ -47,8 +46,6 @@ SLEEPS = {
     "distributed/workers/shared_memory.py": [DELAY, DELAY, DELAY],
     "cuda/runtime/communicator.cpp": [POLL],
     "cuda/runtime/stream.cpp": [HANG],
-    "cuda/workers/corrupted_data.py": [STEP],
-    "cuda/workers/divergence.py": [DELAY],
     "cuda/workers/unit_captures.py": [POLL],
     "cuda/workers/watchdog.py": [POLL],
 }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,12 +18,13 @@ from typing import Any
 
 import data
 import stub_runtime
+from label_pace import LabelPace
 
 RANKS = 2
 STEPS = 120
-"""Steps of a case with equal data. Each takes at least 50 ms: the ranks compare several times."""
+"""Steps of a case with equal data. The ranks compare twelve times or more."""
 STEPS_UNTIL_EXCEPTION = 1200
-"""The most steps of a case with a fault. Both ranks usually raise within 4 to 8 seconds."""
+"""The most steps of a case with a fault."""
 LONGEST_WAIT_FOR_EXIT = timedelta(seconds=60)
 """A rank waits for the end of the other one: NCCL would end it at the exit of this rank."""
 CASES = {
@@ -64,7 +64,7 @@ def capture(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def train(device: stub_runtime.Device, case: str, rank: int) -> str:
+def train(device: stub_runtime.Device, pace: LabelPace, case: str, rank: int) -> str:
     """Returns the message of the exception that ends the training, or an empty string."""
     import torch
 
@@ -79,6 +79,7 @@ def train(device: stub_runtime.Device, case: str, rank: int) -> str:
     step_functions = dict.fromkeys(range(steps), run_step)
     for step in range(steps):
         if step == 10 and rank == 0:
+            torch.cuda.synchronize()  # the host may be ahead of the device
             device.set(**fault)
         if step == 20 and case == "captured":
             replay = capture(run_step)
@@ -88,7 +89,7 @@ def train(device: stub_runtime.Device, case: str, rank: int) -> str:
         except RuntimeError as error:
             return str(error)
         model.zero_grad()
-        time.sleep(0.05)
+        pace.end_step(step)
     return ""
 
 
@@ -103,7 +104,8 @@ def wait_for_other_rank(rank: int) -> None:
 
 def main(rank: int, file: str, cases: list[str]) -> dict[str, Any]:
     device = data.join(rank, RANKS, file)
-    messages = {case: train(device, case, rank) for case in cases}
+    pace = LabelPace()
+    messages = {case: train(device, pace, case, rank) for case in cases}
     wait_for_other_rank(rank)
     return {"messages": messages, "findings": device.findings()}
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import warnings
 from typing import Any
 
 import stub_runtime
+from label_pace import LabelPace
 
 RANKS = 2
 CASES = ("equal", "order", "dtype", "frozen", "off on rank 1")
@@ -75,7 +75,7 @@ def run(model: Any) -> str:
     return ""
 
 
-def run_steps(rank: int, steps: int, other: int | None = None) -> str:
+def run_steps(pace: LabelPace, rank: int, steps: int, other: int | None = None) -> str:
     """Returns the message of the exception that ends the steps, or an empty string.
 
     After three steps, rank ``other`` runs the layers in another order.
@@ -87,7 +87,7 @@ def run_steps(rank: int, steps: int, other: int | None = None) -> str:
         message = run(model)
         if message:
             return message
-        time.sleep(0.05)
+        pace.end_step(step)
     return ""
 
 
@@ -109,9 +109,10 @@ def main(rank: int, file: str) -> dict[str, dict[str, str]]:
     torch.cuda.set_device(0)
     store = dist.FileStore(file, RANKS)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=RANKS)
+    pace = LabelPace()
     return {case: run_case(case, rank) for case in CASES} | {
-        "equal order": {"raised": run_steps(rank, 100)},
-        "later order": {"raised": run_steps(rank, 1200, other=1)},
+        "equal order": {"raised": run_steps(pace, rank, 100)},
+        "later order": {"raised": run_steps(pace, rank, 1200, other=1)},
     }
 
 
