@@ -70,12 +70,12 @@ void fc_bucket_invalidate(fc_buckets *b) {
     b->mode = FC_BUCKETS_STALE;
 }
 
-void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype) {
-    assert(p->buckets == NULL || p->buckets->base != NULL);
-    if (p->buckets != NULL && p->reduce_dtype != dtype) {
-        fc_bucket_invalidate(p->buckets);
+void fc_bucket_set_reduce_dtype(fc_buckets *b, fct_dtype dtype) {
+    assert(b->base != NULL);
+    if (b->base->reduce_dtype != dtype) {
+        b->base->reduce_dtype = dtype;
+        fc_bucket_invalidate(b);
     }
-    p->reduce_dtype = dtype;
 }
 
 bool fc_bucket_has_several(const fc_buckets *b) {
@@ -86,7 +86,8 @@ bool fc_bucket_has_several(const fc_buckets *b) {
 
 /* Returns the bytes of the parameter's gradient in the reduce dtype; 0 for a frozen parameter. */
 static int64_t gradient_bytes(const fc_group_base *base, const fc_param *p) {
-    fct_dtype dtype = p->reduce_dtype != FCT_NO_DTYPE ? p->reduce_dtype : fc_param_compute_dtype(p);
+    fct_dtype dtype =
+        base->reduce_dtype != FCT_NO_DTYPE ? base->reduce_dtype : fc_param_compute_dtype(p);
     return base->callbacks->requires_grad(p->owner) ? p->layout.numel * fc_dtype_size(dtype) : 0;
 }
 

@@ -70,9 +70,9 @@ void fc_bucket_fini(fc_buckets *b);
 void fc_bucket_set_limit(fc_buckets *b, int64_t limit, bool sole_only);
 void fc_bucket_set_siblings(fc_buckets *b, bool has_siblings);
 void fc_bucket_invalidate(fc_buckets *b);
-/* Sets the dtype in which the gradient of `p` is reduced. Marks the buckets of its group as stale,
- * because their sizes depend on it. */
-void fc_bucket_set_reduce_dtype(fc_param *p, fct_dtype dtype);
+/* Sets the dtype of the group's reductions. Marks the buckets as stale, because their sizes depend
+ * on it. */
+void fc_bucket_set_reduce_dtype(fc_buckets *b, fct_dtype dtype);
 
 /* Returns the limit that applies; 0: one bucket. */
 int64_t fc_bucket_limit(const fc_buckets *b);

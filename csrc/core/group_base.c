@@ -19,6 +19,7 @@ void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *ca
     base->params = params;
     base->count = count;
     base->device = device;
+    base->reduce_dtype = FCT_NO_DTYPE;
     fc_process_group_set(&base->shard, NULL, world, rank);
     fc_group_base_refresh(base);
 }

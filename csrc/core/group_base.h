@@ -32,6 +32,7 @@ typedef struct fc_group_base {
      * fc_group_base_refresh; fc_group_base_check compares. */
     bool defers_casts;
     fct_device device;
+    fct_dtype reduce_dtype;     /* dtype of reductions; FCT_NO_DTYPE: widest of the gradients */
     fc_process_group shard;     /* all-gather and reduce-scatter; world 1: neither is issued */
     fc_process_group scatter;   /* reduce-scatter, if it has a process group of its own */
     fc_process_group replicate; /* all-reduce after the reduce-scatter (HSDP, replicate) */

@@ -30,7 +30,7 @@ typedef struct fc_param {
     int64_t flat_numel;   /* elements of `flat`: padded rows of all ranks, larger layout */
     fct_dtype orig_dtype;
     fct_dtype param_dtype;  /* dtype of computation; FCT_NO_DTYPE: no cast */
-    fct_dtype reduce_dtype; /* FCT_NO_DTYPE: the gradient's own dtype */
+    fct_dtype reduce_dtype; /* of accumulated gradients; FCT_NO_DTYPE: the gradient's own dtype */
     /* grad_dtype of `unsharded`, the dtype in which backwards without reduction accumulate in .grad
      * (torch 2.15). FCT_NO_DTYPE: not set; these backwards accumulate in `accumulated` if
      * reduce_dtype is set and differs from the compute dtype, else in .grad. */

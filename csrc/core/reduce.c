@@ -20,16 +20,7 @@ void fc_reducer_init(fc_reducer *reducer, fc_group_base *base) {
     assert(base != NULL && base->callbacks != NULL);
     memset(reducer, 0, sizeof *reducer);
     reducer->base = base;
-    reducer->common_dtype = FC_DTYPE_OF_PARAMS;
     reducer->all_reduce_grads = true;
-}
-
-fct_dtype fc_reducer_dtype(const fc_reducer *reducer) {
-    const fc_group_base *base = reducer->base;
-    if (reducer->common_dtype != FC_DTYPE_OF_PARAMS) {
-        return reducer->common_dtype;
-    }
-    return base != NULL && base->count > 0 ? base->params[0]->reduce_dtype : FCT_NO_DTYPE;
 }
 
 /* Returns the event to the comm context. */
@@ -505,8 +496,8 @@ fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute) {
     range = fc_group_base_enter_range(base, "post_backward_reduce");
     bool uses_fallback = fc_group_base_uses_fallback(base, FC_FALLBACK_REDUCE);
     if (!uses_fallback) {
-        FC_TRY(fc_reduce_plan_lay_out(plan, fc_reducer_dtype(reducer), &uses_fallback,
-                                      &base->comm->error));
+        FC_TRY(
+            fc_reduce_plan_lay_out(plan, base->reduce_dtype, &uses_fallback, &base->comm->error));
     }
     if (uses_fallback) {
         if (all_reduces_now(reducer)) {

@@ -31,11 +31,6 @@ typedef enum fc_overlap {
     FC_OVERLAP_NEVER,
 } fc_overlap;
 
-/* Value of fc_reducer.common_dtype: the group uses fc_param.reduce_dtype. If the parameters have
- * different policies, common_dtype is the dtype of their common buffer. FCT_NO_DTYPE: the widest
- * dtype of the gradients. */
-#define FC_DTYPE_OF_PARAMS (-2)
-
 typedef struct fc_reducer {
     fc_group_base *base; /* borrowed */
     fc_reduce_plan plan; /* plan of the collected gradients */
@@ -44,8 +39,7 @@ typedef struct fc_reducer {
     fct_event *reduced; /* end of the latest reduction; only with streams */
     fct_event *sent;    /* end of the latest queued copies to host memory */
     /* Settings of the user. */
-    fct_dtype common_dtype; /* replaces fc_param.reduce_dtype; see FC_DTYPE_OF_PARAMS */
-    double divide_factor;   /* replaces the number of ranks if has_divide_factor */
+    double divide_factor; /* replaces the number of ranks if has_divide_factor */
     bool has_divide_factor;
     bool force_sum;
     bool all_reduce_grads; /* false, with replicas: only reduce-scatter */
@@ -58,9 +52,6 @@ typedef struct fc_reducer {
 void fc_reducer_init(fc_reducer *reducer, fc_group_base *base);
 /* Discards the reductions in flight and releases everything. */
 void fc_reducer_fini(fc_reducer *reducer);
-
-/* Returns the dtype in which the group's gradients are reduced. FCT_NO_DTYPE: their own dtype. */
-fct_dtype fc_reducer_dtype(const fc_reducer *reducer);
 
 /* Returns the reducer's events to the comm context. Call it before the group changes its
  * context. */

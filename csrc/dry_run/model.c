@@ -67,7 +67,7 @@ static void init_settings(fc_group *g, const fcd_unit_description *u,
     g->settings.unshard_in_backward = u->unshard_in_backward;
     g->settings.reduce_grads = u->reduce_grads;
     g->reducer.all_reduce_grads = u->all_reduce_grads;
-    g->reducer.common_dtype = u->reduce;
+    g->base.reduce_dtype = u->reduce;
     g->reducer.overlap = u->overlap ? FC_OVERLAP_UNLESS_CPU_BOUND : FC_OVERLAP_NEVER;
     g->buckets.limit = u->bucket_bytes;
 }

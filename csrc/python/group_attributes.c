@@ -294,19 +294,14 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
     return list;
 }
 
-static PyObject *get_reduce_dtype(PyObject *obj, void *closure) {
-    (void)closure;
-    return fcpy_get_dtype(fc_reducer_dtype(&as_group(obj)->core.reducer));
-}
-
 static int set_reduce_dtype(PyObject *obj, PyObject *value, void *closure) {
+    fct_dtype dtype = FCT_NO_DTYPE;
     (void)closure;
-    fct_dtype *target = &as_group(obj)->core.reducer.common_dtype;
-    if (value == NULL) {
-        *target = FC_DTYPE_OF_PARAMS;
-        return 0;
+    if (!fcpy_group_check_initialized(as_group(obj)) || fcpy_set_dtype(value, &dtype) != 0) {
+        return -1;
     }
-    return fcpy_set_dtype(value, target);
+    fc_bucket_set_reduce_dtype(&as_group(obj)->core.buckets, dtype);
+    return 0;
 }
 
 PyGetSetDef fcpy_group_getset[] = {
@@ -326,10 +321,9 @@ PyGetSetDef fcpy_group_getset[] = {
      (void *)offsetof(fcpy_group, fqn)},
     {"_orig_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
      "dtype of the trainable parameters, or None.", (void *)offsetof(fcpy_group, orig_dtype)},
-    {"_reduce_dtype", get_reduce_dtype, set_reduce_dtype,
-     "dtype in which gradients are reduced, or None. Deletion restores the dtype of the "
-     "parameters.",
-     NULL},
+    {"_reduce_dtype", fcpy_get_dtype_at, set_reduce_dtype,
+     "dtype in which gradients are reduced; None: the widest dtype of the gradients.",
+     GROUP_OFFSET(base.reduce_dtype)},
     GROUP_FLAG("reduce_grads", settings.reduce_grads, "Whether backward reduces gradients."),
     GROUP_FLAG("all_reduce_grads", reducer.all_reduce_grads,
                "HSDP only: whether backward all-reduces."),

@@ -293,16 +293,6 @@ static PyObject *get_sharded_grad_dtype(PyObject *obj, void *closure) {
     return fcpy_get_dtype(fc_param_sharded_grad_dtype(&((fcpy_param *)obj)->core));
 }
 
-static int set_reduce_dtype(PyObject *obj, PyObject *value, void *closure) {
-    fct_dtype dtype = FCT_NO_DTYPE;
-    (void)closure;
-    if (fcpy_set_dtype(value, &dtype) != 0) {
-        return -1;
-    }
-    fc_bucket_set_reduce_dtype(&((fcpy_param *)obj)->core, dtype);
-    return 0;
-}
-
 static int set_spec(PyObject *obj, PyObject *value, void *closure) {
     (void)closure;
     fcpy_param *self = (fcpy_param *)obj;
@@ -352,8 +342,9 @@ static PyGetSetDef param_getset[] = {
      PARAM_OFFSET(orig_dtype)},
     {"param_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
      "dtype of the unsharded parameter; None: no cast.", PARAM_OFFSET(param_dtype)},
-    {"reduce_dtype", fcpy_get_dtype_at, set_reduce_dtype,
-     "dtype of gradient reductions; None: the dtype of the gradient.", PARAM_OFFSET(reduce_dtype)},
+    {"reduce_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
+     "dtype of accumulated gradients; None: the dtype of the gradient.",
+     PARAM_OFFSET(reduce_dtype)},
     {"_grad_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
      "grad_dtype of the unsharded parameter outside of backward; None: not set.",
      PARAM_OFFSET(grad_dtype)},

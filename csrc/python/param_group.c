@@ -49,7 +49,7 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         self->mod = mod;
         self->core.sharded_state = FC_SHARDED;
         self->core.training_state = FC_IDLE;
-        self->core.reducer.common_dtype = FC_DTYPE_OF_PARAMS;
+        self->core.base.reduce_dtype = FCT_NO_DTYPE;
         self->orig_dtype = FCT_NO_DTYPE;
     }
     return (PyObject *)self;

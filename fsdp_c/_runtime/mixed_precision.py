@@ -153,10 +153,10 @@ def widen_to_complex(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 APPLIED_REDUCE_DTYPE: Any = vars(_C.Param)["reduce_dtype"]
-"""The descriptor ``reduce_dtype`` of the C class: the dtype in which the core reduces a gradient.
+"""The descriptor ``reduce_dtype`` of the C class: the dtype in which gradients accumulate.
 
-None stands for the gradient's own dtype. Since torch 2.15 ``Param`` hides the descriptor behind a
-property that returns the policy's ``reduce_dtype``.
+A group with one policy also reduces them in this dtype. None: the gradient's own dtype. Since torch
+2.15 ``Param`` hides the descriptor behind a property that returns the policy's ``reduce_dtype``.
 """
 
 

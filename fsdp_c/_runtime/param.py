@@ -292,7 +292,8 @@ class Param(ReplaceableShard):
             reduce_dtype = None
         if param_dtype == self.orig_dtype or not self.orig_dtype.is_floating_point:
             param_dtype = None
-        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.param_dtype = param_dtype
+        APPLIED_REDUCE_DTYPE.__set__(self, reduce_dtype)
         if REDUCES_IN_PARAM_DTYPE:
             self._implied_reduce_dtype = None if mp_policy.reduce_dtype else reduce_dtype
         if previous is not None and previous != (param_dtype or self.orig_dtype):
@@ -311,7 +312,15 @@ class Param(ReplaceableShard):
 
         @reduce_dtype.setter
         def reduce_dtype(self, dtype: torch.dtype | None) -> None:
+            """Also sets what torch derives from it: the dtypes of gradients and of reductions."""
             APPLIED_REDUCE_DTYPE.__set__(self, dtype)
+            group = self._get_group()
+            if group is None:
+                return
+            if self.orig_dtype.is_floating_point:
+                self._init_grad_dtype()
+            if self.mp_policy.reduce_dtype is None:
+                group._init_reduce_dtype()
 
     def _make_unsharded(self, flat: torch.Tensor) -> nn.Parameter:
         """Returns a new parameter over ``flat``, which the core keeps until a conversion.

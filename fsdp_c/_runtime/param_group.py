@@ -28,7 +28,11 @@ from .meshes import (
     get_group_name,
     subscribe,
 )
-from .mixed_precision import get_widest_stored_dtype
+from .mixed_precision import (
+    APPLIED_REDUCE_DTYPE,
+    REDUCES_IN_PARAM_DTYPE,
+    get_widest_stored_dtype,
+)
 from .param import Param, name_like_torch_hook
 from .plan_hash import announce_guard, raise_difference
 from .process_groups import GroupCommunication
@@ -105,6 +109,7 @@ class ParamGroup(GroupCommunication):
         self.post_forward_mesh_info = post_forward_mesh_info
         for param in params:
             param._group = weakref.ref(self)
+        self._init_reduce_dtype()
 
     # ---- lazy init ----
 
@@ -135,15 +140,15 @@ class ParamGroup(GroupCommunication):
 
     def _init_reduce_dtype(self) -> None:
         # Frozen parameters count: they may be trained later.
-        del self._reduce_dtype  # restores the default: the dtype of the parameters
-        has_several_dtypes = len({param._policy_dtype for param in self.fsdp_params}) > 1
+        params = self.fsdp_params
+        has_several_dtypes = len({param._policy_dtype for param in params}) > 1
         if has_several_dtypes or any(
             param.orig_dtype.is_complex or param._has_sharded_grad_dtype_override
-            for param in self.fsdp_params
+            for param in params
         ):
-            self._reduce_dtype = self.mp_policy.reduce_dtype or get_widest_stored_dtype(
-                self.fsdp_params
-            )
+            self._reduce_dtype = self.mp_policy.reduce_dtype or get_widest_stored_dtype(params)
+        else:
+            self._reduce_dtype = APPLIED_REDUCE_DTYPE.__get__(params[0]) if params else None
 
     def _update_orig_dtype(self) -> None:
         dtypes = {p.orig_dtype for p in self.fsdp_params if p.sharded_param.requires_grad}
@@ -155,7 +160,7 @@ class ParamGroup(GroupCommunication):
         self._update_fallback()
         if self._reset_sharded_params:
             self._update_orig_dtype()
-            if any(param._has_sharded_grad_dtype_override for param in self.fsdp_params):
+            if REDUCES_IN_PARAM_DTYPE:
                 self._init_reduce_dtype()
 
     def _validate_no_meta_params(self) -> None:

@@ -302,6 +302,7 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
                   s->rank);
     g->core.ops = &sim_transitions;
     g->core.base.name = g->name;
+    g->core.base.reduce_dtype = s->reduce_dtype != 0 ? s->reduce_dtype : FCT_NO_DTYPE;
     process_groups_init(g, s);
     if (s->memory_of_groups) {
         memory_init(g, s);

@@ -164,15 +164,11 @@ static void change_of_reduce_dtype_cuts_the_buckets_again(void **state) {
     fc_buckets *buckets = &core(m)->buckets;
     assert_int_equal(fc_bucket_cut(buckets), FC_OK);
     assert_int_equal(buckets->count, 1);
-    assert_int_equal(fc_reducer_dtype(&core(m)->reducer), FCT_NO_DTYPE);
-    for (size_t i = 0; i < 4; i++) {
-        fc_bucket_set_reduce_dtype(core(m)->base.params[i], FCK_FLOAT32);
-    }
+    fc_bucket_set_reduce_dtype(buckets, FCK_FLOAT32);
     assert_int_equal(buckets->mode, FC_BUCKETS_STALE);
     assert_int_equal(fc_bucket_cut(buckets), FC_OK);
     assert_int_equal(buckets->count, 2);
-    assert_int_equal(fc_reducer_dtype(&core(m)->reducer), FCK_FLOAT32);
-    fc_bucket_set_reduce_dtype(core(m)->base.params[0], FCK_FLOAT32); /* no change */
+    fc_bucket_set_reduce_dtype(buckets, FCK_FLOAT32); /* no change */
     assert_int_equal(buckets->mode, FC_BUCKETS_READY);
     end(m);
 }

@@ -119,6 +119,8 @@ def test_buckets_depend_on_reduce_dtype_and_trained_parameters(fake_group: int) 
     x = torch.ones(2, 4)
     module(x).sum().backward()
     assert group_of(module)._buckets == [(2, 6), (0, 2)]
+    group_of(module)._reduce_dtype = torch.float32
+    assert group_of(module)._buckets == [(4, 6), (2, 4), (0, 2)]
     frozen = make_model()
     frozen[2].requires_grad_(False)
     assert group_of(replicate(frozen, bucket_cap_mb=80 / MIB))._buckets == [(2, 6), (0, 2)]

@@ -238,6 +238,45 @@ def group_reductions_switched_off(api: Api) -> list[Any]:
     return [*observed, grads(model)]
 
 
+def train_with_reduce_dtypes(api: Api, assign: Callable[[Any, torch.dtype], None]) -> list[Any]:
+    """Calls ``assign`` for each group before a step, and before a step with accumulation."""
+    model: Any = shard(api, blocks_and_head(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    observed = train(model, api.rank, 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        for group in groups_of(model):
+            assign(group, dtype)
+        observed += train(model, api.rank, 1)
+        accumulate(model, api.rank)
+        params = [param for group in groups_of(model) for param in group.fsdp_params]
+        observed.append([str(param.unsharded_accumulated_grad is None) for param in params])
+        model.set_is_last_backward(True)
+        model.set_reshard_after_backward(True)
+        model.set_requires_gradient_sync(True)
+        observed += train(model, api.rank, 1)
+    return observed
+
+
+@scenario()
+def group_reduce_dtype_assigned(api: Api) -> list[Any]:
+    """Assigns the dtype of reductions."""
+
+    def assign(group: Any, dtype: torch.dtype) -> None:
+        group._reduce_dtype = dtype
+
+    return train_with_reduce_dtypes(api, assign)
+
+
+@scenario()
+def group_param_reduce_dtypes_assigned(api: Api) -> list[Any]:
+    """Assigns the dtype in which parameters accumulate gradients; with torch 2.15 also reduce."""
+
+    def assign(group: Any, dtype: torch.dtype) -> None:
+        for param in group.fsdp_params:
+            param.reduce_dtype = dtype
+
+    return train_with_reduce_dtypes(api, assign)
+
+
 @scenario()
 def group_unsharded_asynchronously(api: Api) -> list[Any]:
     model: Any = shard(api, blocks_and_head())
