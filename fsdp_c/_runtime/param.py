@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_group
 import torch.nn as nn
-from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
@@ -51,15 +50,6 @@ from .mixed_precision import (
 from .param_shard import copy_user_attributes
 from .replaced_shard import GroupOfParam, ReplaceableShard
 from .typed_params import drop_types, is_typed, make_dtensor, pause_type_check
-
-
-def _resolve_shard_dim(placement: Shard | None, param: torch.Tensor, local: torch.Tensor) -> int:
-    if placement is None:
-        return 0
-    dim = placement.dim + (param.ndim if placement.dim < 0 else 0)
-    if not 0 <= dim < local.ndim:
-        raise AssertionError(f"Shard dim {dim} is invalid for {local.ndim}D tensor: {param.shape}")
-    return dim
 
 
 def _get_smaller_mesh(
@@ -113,23 +103,8 @@ class Param(ReplaceableShard):
         offload_policy: OffloadPolicy,
     ) -> None:
         placement = shard_placement_fn(param) if shard_placement_fn is not None else None
-        local = param._local_tensor if isinstance(param, DTensor) else param
-        dim = _resolve_shard_dim(placement, param, local)
-        if isinstance(mesh_info, FSDPMeshInfo):
-            world, rank = mesh_info.shard_mesh_size, mesh_info.shard_mesh_rank
-        else:
-            world, rank = 1, 0
-        if dim > 0 and local.size(dim) % world != 0:
-            raise NotImplementedError(
-                f"FSDP does not support uneven sharding on dim {dim}: "
-                f"{local.size()} (world size: {world})"
-            )
         smaller_mesh = _get_smaller_mesh(mesh_info, post_forward_mesh_info)
-        if smaller_mesh is not None and isinstance(param, DTensor):
-            raise NotImplementedError(
-                "Resharding to smaller mesh is not supported for DTensor parameters yet"
-            )
-        _C.Param.__init__(self, tuple(local.size()), dim, world, rank, smaller_mesh)
+        dim = self._init_layout(param, placement, mesh_info, smaller_mesh)
         self._policy_dtype = get_compute_dtype(mp_policy, param)
         self._group: weakref.ref[GroupOfParam] | None = None
         self._orig_class = type(param)
@@ -169,17 +144,8 @@ class Param(ReplaceableShard):
         self._shard_mesh = self._init_shard_mesh()
         self.fsdp_placement = Shard(dim)
         self._shard(param)
-        if smaller_mesh is not None:
-            rows = -(-self._orig_size[0] // smaller_mesh[0])
-            start = min(smaller_mesh[1] * rows, self._orig_size[0])
-            own_rows = min(rows, self._orig_size[0] - start)
-            self.sharded_post_forward_size = torch.Size((own_rows, *self._orig_size[1:]))
-            self.contiguous_sharded_post_forward_stride = make_contiguous_strides_for(
-                self.sharded_post_forward_size
-            )
-        elif post_forward_mesh_info is not None:
-            self.sharded_post_forward_size = self.sharded_size
-            self.contiguous_sharded_post_forward_stride = self.contiguous_sharded_stride
+        if post_forward_mesh_info is not None:
+            self._init_post_forward_size(smaller_mesh)
         self._init_extensions()
         self._set_dtypes(mp_policy)
         self._post_load_hook_handle: Any = None

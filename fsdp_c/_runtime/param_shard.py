@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -79,6 +79,15 @@ def _replace_size(size: torch.Size, dim: int, rows: int) -> torch.Size:
     return torch.Size((*size[:dim], rows, *size[dim + 1 :]))
 
 
+def _resolve_shard_dim(placement: Shard | None, param: torch.Tensor, local: torch.Tensor) -> int:
+    if placement is None:
+        return 0
+    dim = placement.dim + (param.ndim if placement.dim < 0 else 0)
+    if not 0 <= dim < local.ndim:
+        raise AssertionError(f"Shard dim {dim} is invalid for {local.ndim}D tensor: {param.shape}")
+    return dim
+
+
 class ParamShard(_C.Param, FSDPParam, MissingParamMembers):
     """The part of ``Param`` that shards the original parameter and wraps shards in DTensors."""
 
@@ -102,6 +111,37 @@ class ParamShard(_C.Param, FSDPParam, MissingParamMembers):
     @unsharded_accumulated_grad.setter
     def unsharded_accumulated_grad(self, value: torch.Tensor | None) -> None:
         self._accumulated = value
+
+    def _init_layout(
+        self,
+        param: nn.Parameter,
+        placement: Shard | None,
+        mesh_info: DataParallelMeshInfo,
+        smaller_mesh: tuple[int, int] | None,
+    ) -> int:
+        """Initializes the base class with the sizes of the shards. Returns the sharded dimension.
+
+        Raises:
+            AssertionError: The parameter does not have the dimension of ``placement``.
+            NotImplementedError: As in torch, the parameter cannot be sharded in this way.
+        """
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        dim = _resolve_shard_dim(placement, param, local)
+        if isinstance(mesh_info, FSDPMeshInfo):
+            world, rank = mesh_info.shard_mesh_size, mesh_info.shard_mesh_rank
+        else:
+            world, rank = 1, 0
+        if dim > 0 and local.size(dim) % world != 0:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {dim}: "
+                f"{local.size()} (world size: {world})"
+            )
+        if smaller_mesh is not None and isinstance(param, DTensor):
+            raise NotImplementedError(
+                "Resharding to smaller mesh is not supported for DTensor parameters yet"
+            )
+        _C.Param.__init__(self, tuple(local.size()), dim, world, rank, smaller_mesh)
+        return dim
 
     @torch.no_grad()
     def _shard(self, param: nn.Parameter) -> None:
@@ -127,6 +167,21 @@ class ParamShard(_C.Param, FSDPParam, MissingParamMembers):
         self._adopted_tensor = self.sharded_param._local_tensor
         self._sharded_param_data = padded.view(-1)
         self._note_shard()
+
+    def _init_post_forward_size(self, smaller_mesh: tuple[int, int] | None) -> None:
+        """Sets the size of the shard between forward and backward.
+
+        ``smaller_mesh``: world size and rank, or None if the shard stays that of ``mesh_info``.
+        """
+        self.sharded_post_forward_size = self.sharded_size
+        if smaller_mesh is not None:
+            rows = -(-self._orig_size[0] // smaller_mesh[0])
+            start = min(smaller_mesh[1] * rows, self._orig_size[0])
+            own_rows = min(rows, self._orig_size[0] - start)
+            self.sharded_post_forward_size = torch.Size((own_rows, *self._orig_size[1:]))
+        self.contiguous_sharded_post_forward_stride = get_contiguous_strides(
+            self.sharded_post_forward_size
+        )
 
     def _read_grad_dtype(self, param: nn.Parameter) -> None:
         """Records ``param.grad_dtype`` if the user has set it (torch 2.15).

@@ -146,6 +146,8 @@ def test_package_has_no_import_cycle() -> None:
 
 FILE_LINES = 400
 CLASS_LINES = 300
+FUNCTION_LINES = 60
+"""Lines of a function's body, without its docstring."""
 
 
 def find_long_classes(text: str, limit: int) -> list[str]:
@@ -164,6 +166,44 @@ def test_files_have_at_most_400_lines() -> None:
 def test_classes_have_at_most_300_lines() -> None:
     found = {listed_name(p): find_long_classes(p.read_text(), CLASS_LINES) for p in source_files()}
     assert {name: classes for name, classes in found.items() if classes} == {}
+
+
+def find_long_functions(text: str, limit: int) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0]
+            has_docstring = ast.get_docstring(node) is not None
+            begin = (first.end_lineno or 0) + 1 if has_docstring else first.lineno
+            if (node.end_lineno or 0) - begin + 1 > limit:
+                found.append(node.name)
+    return found
+
+
+def test_functions_have_at_most_60_lines() -> None:
+    paths = source_files()
+    found = {listed_name(p): find_long_functions(p.read_text(), FUNCTION_LINES) for p in paths}
+    assert {name: functions for name, functions in found.items() if functions} == {}
+
+
+def test_find_long_functions_counts_bodies_without_docstrings() -> None:
+    text = """
+def long(
+    a,
+):
+    '''Counts neither
+
+    these lines nor the signature.'''
+    b = 1
+    return b
+class A:
+    async def inner(self):
+        def short(): return 1
+        x = 2
+        return x
+"""
+    assert find_long_functions(text, 2) == ["inner"]
+    assert find_long_functions(text, 1) == ["long", "inner"]
 
 
 def test_find_long_classes_returns_classes_above_limit() -> None:
