@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -357,10 +358,13 @@ def test_environment_variable_imports_fsdp_c_at_the_first_call_of_fully_shard(pr
 
 @pytest.mark.parametrize("module", [fsdp_c_autoload, redirect], ids=lambda m: m.__name__)
 def test_entry_point_modules_import_only_the_standard_library(module: ModuleType) -> None:
-    code = f"import sys, {module.__name__}; print('torch' in sys.modules, 'fsdp_c' in sys.modules)"
+    """The interpreter of this test can import torch and fsdp_c."""
+    code = f"import sys, {module.__name__}; print(*{{n.partition('.')[0] for n in sys.modules}})"
     folder = Path(str(fsdp_c_autoload.__file__)).parents[1]
-    completed = run("-S", "-c", code, env={"PYTHONPATH": str(folder)}, cwd=folder)
-    assert completed.stdout.split() == ["False", "False"], completed.stderr
+    environment = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    completed = run("-S", "-c", code, env=environment, cwd=folder)
+    found = set(completed.stdout.split()) - sys.stdlib_module_names - {"__main__"}
+    assert found == {"fsdp_c_autoload"}, completed.stderr
 
 
 # ---- python -m fsdp_c ----------------------------------------------------------------------------
