@@ -241,7 +241,7 @@ static fc_status release_oldest_row(fc_comm_ctx *c) {
     return FC_OK;
 }
 
-/* Makes room for one more row. */
+/* Allocates space for one more row. */
 static fc_status grow_kept_rows(fc_comm_ctx *c) {
     size_t capacity = c->kept_row_capacity == 0 ? ROWS_MIN : 2 * c->kept_row_capacity;
     fc_kept_buffer *grown =

@@ -47,6 +47,12 @@ PROSE = {
     r"crowd(?:ed)?": "oversubscribed",
     r"hosted": "fallback",
     r"mend(?:s|ed)?": "repair",
+    r"park(?:s|ed)?": "defer",
+    r"admit(?:s|ted)?": "check",
+    r"fold(?:s|ed)?": "accumulate",
+    r"rooms?": "module, space",
+    r"floors?": "layer",
+    r"forecasts?": "dry run",
     r"stash(?:es|ed)?": "accumulate, store",
     r"the house|house rules?": "the project's rules",
     r"look(?:s|ed)? over": "check",
@@ -72,6 +78,23 @@ NAME_PARTS = {
     "lane": "stream mode",
     "flight": "pending gather",
     "stash": "accumulate, store",
+    "park": "defer release",
+    "reap": "collect",
+    "admit": "check thread",
+    "via": "ops",
+    "fold": "accumulate",
+    "pieces": "chunks",
+    "course": "backward kind",
+    "unseen": "untracked",
+    "room": "module, space",
+    "house": "architecture",
+    "news": "message",
+    "question": "negotiation",
+    "drawing": "plotting",
+    "tell": "notify",
+    "say": "warn once",
+    "forecast": "dry run",
+    "retire": "deferred decref",
     "retired": "deferred decref",
     "face": "registered state",
     "oracle": "torch",
@@ -92,6 +115,8 @@ NAMES = {
     "fcpy_admit": "fcpy_check_thread",
     "fcpy_ready": "fcpy_check_initialized",
     "fcpy_seen": "version_cache, shard_identity",
+    "host_moves": "uses_fallback",
+    "is_copied": "is_cpu_bound",
     "look_over": "check_model",
 }
 """Beginning of a C or Python name -> the beginning that replaces it."""
@@ -381,7 +406,7 @@ class Board:
     crowd: int = 0  # ours and theirs
     def _look_over(self, letter, in_flight):
         # A parameter is torn, that is,
-        # hosted. "stock torch" is torch.
+        # hosted. "stock torch" has rooms.
         self.face = [lane for lane in "office"]
 def test_says_what_is_read(): pass
 '''
@@ -389,7 +414,7 @@ C = """
 /* A letter is a message. What a rank reads
  * is the board. */
 static fc_host *host; // the suspicions
-int fcpy_admit(int boardings, const char *text) { return text == "office /* bell */"; }
+int fcpy_admit(int pieces_of, const char *boardings) { return boardings == "office /* bell */"; }
 """
 SHELL = """#!/bin/bell
 # The letter is
@@ -423,7 +448,7 @@ def test_old_words_in_python_are_found(tmp_path: Path) -> None:
     words = [(finding.line, finding.word) for finding in old_words([path])]
     assert sorted(words) == [
         *[(2, "office"), (2, "ours"), (2, "whoever"), (7, "ours")],
-        *[(9, "hosted"), (9, "stock torch"), (9, "torn")],
+        *[(9, "hosted"), (9, "rooms"), (9, "stock torch"), (9, "torn")],
     ]
     openings = [finding.text for finding in breaks([path], "unnamed subject")]
     assert openings == ["What the office sends.", "Whoever calls returns `ours`."]
@@ -434,7 +459,7 @@ def test_old_words_in_c_are_found(tmp_path: Path) -> None:
     path = tmp_path / "office.c"
     path.write_text(C)
     names = [(finding.line, finding.word) for finding in old_names([path])]
-    assert names == [(0, "office"), (4, "fc_host"), (5, "fcpy_admit")]
+    assert names == [(0, "office"), (4, "fc_host"), (5, "fcpy_admit"), (5, "admit"), (5, "pieces")]
     words = [(finding.line, finding.word) for finding in old_words([path])]
     assert words == [(2, "board"), (4, "suspicions")]
     openings = [finding.text for finding in breaks([path], "unnamed subject")]
