@@ -81,6 +81,8 @@ static int all_reduce(fct_pg *pg, const fct_op_tag *tag, fct_tensor *tensor, fct
 }
 
 const fct_transport fct_pg_transport = {
+    .negotiate = NULL,
+    .is_cpu_bound = NULL,
     .has_chunks = false,
     .all_gather = all_gather,
     .reduce_scatter = reduce_scatter,

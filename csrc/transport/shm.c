@@ -37,9 +37,11 @@ static int attach(fct_pg *pg, shm_negotiation *n, bool *attached) {
     return fct_pg_add_shm_backend(pg, &backend_methods, n, attached);
 }
 
-int fct_shm_negotiate(fct_pg *pg, fct_use use, bool *accepted) {
-    assert(pg != NULL && accepted != NULL);
+static int negotiate(fct_pg *pg, fct_device device, fct_use use, bool *accepted) {
     *accepted = false;
+    if (device.type != FCT_DEVICE_CPU || !fct_pg_is_gloo(pg)) {
+        return 0;
+    }
     shm_negotiation *n = fct_negotiation_open(pg);
     if (n == NULL) {
         return -1;
@@ -96,8 +98,7 @@ static int reduce_scatter_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *
     return detach_label(fct_pg_reduce_chunks(pg, output, chunks, count, layout, op, work));
 }
 
-bool fct_shm_is_cpu_bound(fct_pg *pg, size_t shard_bytes) {
-    assert(pg != NULL);
+static bool is_cpu_bound(fct_pg *pg, size_t shard_bytes) {
     shm_negotiation *n = fct_negotiation_find(pg);
     if (n == NULL || shm_negotiation_is_paused(n)) {
         return false;
@@ -112,6 +113,8 @@ bool fct_shm_is_cpu_bound(fct_pg *pg, size_t shard_bytes) {
 }
 
 const fct_transport fct_shm_transport = {
+    .negotiate = negotiate,
+    .is_cpu_bound = is_cpu_bound,
     .has_chunks = true,
     .all_gather = all_gather,
     .reduce_scatter = reduce_scatter,

@@ -7,16 +7,23 @@
 #include "../bridge/error.h"
 #include "../bridge/tensor.h"
 
+/* Transports that the ranks negotiate. A collective uses the first one that is accepted, else the
+ * group's own backend. */
+static const fct_transport *const negotiated[] = {&fct_shm_transport};
+enum { NEGOTIATED = sizeof negotiated / sizeof *negotiated };
+
 const fct_transport *fct_transport_select(fct_pg *pg, fct_device device, fct_use use) {
     assert(pg != NULL);
-    if (device.type != FCT_DEVICE_CPU || !fct_pg_is_gloo(pg)) {
-        return &fct_pg_transport;
+    for (size_t i = 0; i < NEGOTIATED; i++) {
+        bool accepted = false;
+        if (negotiated[i]->negotiate(pg, device, use, &accepted) != 0) {
+            return NULL;
+        }
+        if (accepted) {
+            return negotiated[i];
+        }
     }
-    bool accepted = false;
-    if (fct_shm_negotiate(pg, use, &accepted) != 0) {
-        return NULL;
-    }
-    return accepted ? &fct_shm_transport : &fct_pg_transport;
+    return &fct_pg_transport;
 }
 
 int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
@@ -162,7 +169,11 @@ int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
 
 bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
     assert(pg != NULL && row_bytes >= 0);
-    return fct_shm_is_cpu_bound(pg, (size_t)row_bytes);
+    bool is_bound = false;
+    for (size_t i = 0; i < NEGOTIATED && !is_bound; i++) {
+        is_bound = negotiated[i]->is_cpu_bound(pg, (size_t)row_bytes);
+    }
+    return is_bound;
 }
 
 /* ---- for csrc/python ---- */
