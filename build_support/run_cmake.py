@@ -111,8 +111,8 @@ def find_launcher(variable: str, compiler: str) -> str:
 def configure(source: Path, directory: Path, definitions: Mapping[str, str]) -> None:
     """Runs CMake, which writes build files for ninja, or for make if ninja is not installed.
 
-    Deletes ``directory`` first if the compilers, their flags, the generator or the path of the
-    checkout have changed, or if the last run of CMake failed.
+    Deletes ``directory`` first if the last run of CMake failed. Also deletes it if the compilers,
+    their flags, the generator or the path of the checkout have changed.
 
     Raises:
         SystemExit: CMake failed and has printed the reason.

@@ -1,8 +1,8 @@
 """Trains on a mesh of replicas, shards and tensor-parallel ranks.
 
-    torchrun --nproc-per-node 4 examples/hsdp_tp.py --mesh 1x2x2    # shards x tensor parallel
-    torchrun --nproc-per-node 4 examples/hsdp_tp.py --mesh 2x2x1    # replicas x shards (HSDP)
-    torchrun --nproc-per-node 8 examples/hsdp_tp.py --mesh 2x2x2    # all three
+    torchrun --nproc-per-node 4 examples/hsdp_tp.py --mesh 1x2x2    # tensor parallel
+    torchrun --nproc-per-node 4 examples/hsdp_tp.py --mesh 2x2x1    # HSDP
+    torchrun --nproc-per-node 8 examples/hsdp_tp.py --mesh 2x2x2    # both
 
 Tensor parallelism splits the MLPs first, so their parameters are DTensors on the mesh dimension
 "tensor". ``fully_shard`` then shards over "shard" and replicates over "replicate". Ranks that

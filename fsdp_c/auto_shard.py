@@ -55,11 +55,11 @@ def auto_shard(
         model: A model without modules that FSDP was applied to.
         policy: Selects the modules that become units:
 
-            - ``"blocks"``: the repeated layers of the model, found by their structure. An embedding
-              or a head (``nn.Embedding``, ``nn.Linear``) also becomes a unit if it has at least the
-              size of the largest block, its weight is not tied, and ``separate_ends`` is true.
-              Backward does not gather an embedding's weight again. A head stays gathered from
-              forward to backward.
+            - ``"blocks"``: the repeated layers of the model, found by their structure. With
+              ``separate_ends``, an embedding or a head (``nn.Embedding``, ``nn.Linear``) also
+              becomes a unit. It must have at least the size of the largest block, and its weight
+              must not be tied. Backward does not gather an embedding's weight again. A head stays
+              gathered from forward to backward.
             - an ``int``: the maximum of bytes that a unit gathers, in the compute dtype.
             - a module class, or several: their instances.
             - torch's ``ModuleWrapPolicy`` and ``CustomPolicy``. The function of a ``CustomPolicy``

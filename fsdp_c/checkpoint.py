@@ -73,8 +73,8 @@ def load_full_state_dict(
         ValueError: The file is invalid, two names in the source become one, ``bucket_bytes`` is
             not positive, or this rank is not in ``group``.
         TypeError: ``source`` is neither a mapping nor a path. Or it has a name that is not a
-            string, a DTensor, a sparse or meta tensor for the model, or an object for the model
-            that cannot be pickled. Or ``bucket_bytes`` is not an integer.
+            string, a DTensor, or a sparse or meta tensor for the model. Or it has an object for the
+            model that cannot be pickled. Or ``bucket_bytes`` is not an integer.
 
     Ranks may have different models, such as pipeline stages, with ``strict=False``. Each rank loads
     its own names. An extra state is only sent if the model of rank ``src`` has its name.

@@ -65,8 +65,8 @@ def full_params(
     Raises:
         ValueError: ``model`` has no sharded module, ``writeback`` is combined with ``rank0_only``,
             or a full parameter was replaced by a tensor of another shape.
-        RuntimeError: A forward, a backward or another such block is active, a parameter is on the
-            meta device, or a forward, backward or ``unshard()`` of a unit runs inside (use
+        RuntimeError: A forward, a backward or another such block is active, or a parameter is on
+            the meta device. Or a forward, backward or ``unshard()`` of a unit runs inside (use
             :func:`fsdp_c.generate_with`).
     """
     if writeback and rank0_only:

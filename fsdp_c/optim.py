@@ -52,9 +52,9 @@ def accelerate(optimizer: Accelerated) -> Accelerated:
     groups are updated as before.
 
     torch's code runs for a group whose step is not element-wise on shards. Examples are gradients
-    or states with other placements than their parameter, ``Partial`` placements,
-    ``differentiable=True``, a compiled step, a ``GradScaler`` with DTensors, and an ``_init_group``
-    in the attributes of the optimizer object.
+    or states with other placements than their parameter, and ``Partial`` placements. Other examples
+    are ``differentiable=True``, a compiled step, a ``GradScaler`` with DTensors, and an
+    ``_init_group`` in the attributes of the optimizer object.
 
     With ``FSDP_C=1`` and after :func:`fsdp_c.install`, each supported optimizer with DTensors is
     accelerated at its first step, unless ``FSDP_C_OPTIM=0`` is set.

@@ -75,8 +75,8 @@ def plan(
         The report as data. ``.plot("memory.png")`` draws it.
 
     Raises:
-        ValueError: ``world_size`` and mesh are missing, the mesh has more than two dimensions,
-            planning of ``auto_shard`` fails, forward raises on fake tensors of the batch, or
+        ValueError: ``world_size`` and mesh are missing, or the mesh has more than two dimensions.
+            Or planning of ``auto_shard`` fails, or forward raises on fake tensors of the batch. Or
             ``batch`` is passed with tensor parallelism.
         ValueError: ``reshard_after_forward`` does not divide the number of ranks.
         TypeError: An argument has another type, or ``fully_shard`` does not have it.

@@ -122,7 +122,7 @@ def release_memory() -> None:
 
     fsdp_c reuses the memory of gathers, reductions and unsharded parameters for later units and
     steps. Buffers in use and the cache together exceed the peak use of the last eight iterations by
-    at most an eighth, or by 16 MiB if that is more. Resetting or deleting a model also releases the
-    cache.
+    a limited amount: an eighth, or 16 MiB if that is more. Resetting or deleting a model also
+    releases the cache.
     """
     _C.trim_memory()

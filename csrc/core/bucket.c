@@ -1,7 +1,7 @@
 /* Buckets of a group; see bucket.h. Owns the array of buckets. A gradient notification
  * (fct_grad_subscription) belongs to its parameter. The notification is freed when the parameter
- * releases the tensor that it observes, in fc_bucket_fini, and if fc_bucket_subscribe finds that
- * the notification is not needed, or is of another stream.
+ * releases the tensor that it observes, and in fc_bucket_fini. fc_bucket_subscribe frees it if it
+ * is not needed, or is of another stream.
  *
  * This file uses no stream. In an eager backward its functions run in autograd's thread. */
 #include "bucket.h"

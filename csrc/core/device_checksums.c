@@ -1,7 +1,7 @@
 /* Checksums of device memory; see device_checksums.h. Owns the tables, and the copies of ended
  * intervals.
  *
- * All comm contexts of the process share one queue of ended intervals, because the transport counts
+ * All comm contexts of the process share one queue of ended intervals: the transport counts
  * intervals by process group, and contexts may share process groups. The queue keeps the order of
  * the ends of backwards, which is equal on all ranks. The times of the copies differ between ranks.
  * The GIL guards the queue.

@@ -1,8 +1,9 @@
 /* Checksums of all-gathers; see gather_checksum.h. Keeps no pointer.
  *
- * On devices with streams, the sum of a rank is the checksum of all rows, plus twice the difference
- * between the checksums of its own row after and before the all-gather. So the sums of all ranks
- * are equal if all have the same rows, and no own row has changed. */
+ * On devices with streams, the sum of a rank has two terms. The first is the checksum of all rows.
+ * The second is twice the difference between the checksums of its own row after and before the
+ * all-gather. So the sums of all ranks are equal if all have the same rows, and no own row has
+ * changed. */
 #include "gather_checksum.h"
 
 #include <assert.h>

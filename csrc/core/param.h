@@ -123,9 +123,9 @@ FC_CHECK fc_status fc_param_shard_facts(const fc_param *p, bool post_forward, fc
 FC_CHECK fc_status fc_param_keep_post_forward(fc_param *p, fct_device device, fc_error *err);
 /* Releases post_forward_data. NULL is allowed. */
 void fc_param_drop_post_forward(fc_param *p);
-/* Writes to *can whether flat may share the shard's memory. It may if the parameter is not
- * extended, and the shard holds the whole parameter, in the compute dtype, on a device of the type
- * of `device`. */
+/* Writes to *can whether flat may share the shard's memory. Flat may if the parameter is not
+ * extended, and the shard holds the whole parameter. The shard must have the compute dtype, on a
+ * device of the type of `device`. */
 FC_CHECK fc_status fc_param_can_alias(const fc_param *p, fct_device device, bool *can,
                                       fc_error *err);
 /* Makes flat an alias of the shard. Must be called again after the shard was replaced.

@@ -11,12 +11,12 @@
  * Memory is a list of chunks. Each chunk is one tensor that holds a part of every rank's row, rank
  * after rank; a slot gives the chunk and the offset of an input. A packed plan has one chunk, the
  * gather buffer. A split plan (CPU only) gives its own chunk to each large parameter of a real
- * floating dtype for which all dimensions before the sharded one have size 1. The chunk becomes the
- * parameter's unsharded memory without a copy. A gather plan is split only if its inputs have one
- * dtype and no parameter is extended. The other inputs share one more chunk, the packed tail. The
- * runs (fct_run) of a plan list the parts of a row in order, each with its chunk and offset. The
- * transport sends the parts in this order, so ranks with packed and with split plans can take part
- * in one collective.
+ * floating dtype. All dimensions of the parameter before the sharded one must have size 1. The
+ * chunk becomes the parameter's unsharded memory without a copy. A gather plan is split only if its
+ * inputs have one dtype and no parameter is extended. The other inputs share one more chunk, the
+ * packed tail. The runs (fct_run) of a plan list the parts of a row in order, each with its chunk
+ * and offset. The transport sends the parts in this order, so ranks with packed and with split
+ * plans can take part in one collective.
  *
  * On CUDA slots and rows start at multiples of 16 bytes, so that vector loads stay aligned after a
  * small parameter. The bytes between two slots are undefined. The layout does not depend on the

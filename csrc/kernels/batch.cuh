@@ -27,8 +27,8 @@ constexpr size_t LARGE_ARGUMENT_BYTES = 32764;
 constexpr int BATCH_JOBS = 78;
 constexpr int LARGE_BATCH_JOBS = 629;
 
-/* One copy between a buffer of rows (one row per rank) and a tensor of `blocks` contiguous blocks
- * (one block for a parameter that is sharded on dim 0; see fck_gradient). A line is the part that
+/* One copy between a buffer of rows (one row per rank) and a tensor of `blocks` contiguous blocks.
+ * A parameter that is sharded on dim 0 has one block; see fck_gradient. A line is the part that
  * row r and block b share. In block b the line has the items [r * chunk, min((r + 1) * chunk,
  * numel)). In row r the line has the `chunk` items from b * chunk on. Items of the row beyond the
  * end of the block are set to zero.

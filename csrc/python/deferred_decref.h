@@ -4,8 +4,8 @@
 
 #include "objects.h"
 
-/* Mark the begin and the end of a call during which the core holds borrowed pointers and foreign
- * code may run (users' hooks, __setattr__ of modules). */
+/* Mark the begin and the end of a call during which the core holds borrowed pointers. Foreign code
+ * may run in the call: users' hooks, __setattr__ of modules. */
 void fcpy_calls_enter(fcpy_module *mod);
 void fcpy_calls_leave(fcpy_module *mod);
 /* Releases the former value of an attribute when no call is in progress. Takes the reference. `obj`

@@ -55,8 +55,8 @@ FCT_CHECK int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued);
  * ranks find the first difference in further rounds. */
 FCT_CHECK int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference);
 
-/* Returns the hash of the label of a collective by its number, or 0 without a label, or if the
- * collective is not among the latest OP_ENTRIES - 1. */
+/* Returns the hash of the label of a collective by its number. Returns 0 without a label, or if
+ * the collective is not among the latest OP_ENTRIES - 1. */
 uint64_t op_agreement_label_at(const op_agreement *a, uint64_t number);
 
 /* The ranks describe a collective that they are about to issue, which differs between rank 0 and

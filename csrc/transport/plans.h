@@ -18,7 +18,7 @@ enum {
 };
 
 /* The result of a comparison of plans. For FCT_PLANS_DIFFER, `rank` is the first rank whose plan
- * differs from that of rank 0, and `hashes` are those of rank 0 and of that rank. */
+ * differs from that of rank 0. `hashes` are those of rank 0 and of that rank. */
 typedef enum fct_plan_state {
     FCT_PLANS_UNKNOWN = 0, /* the answers of the other ranks are not read yet */
     FCT_PLANS_EQUAL,       /* or not compared */

@@ -5,8 +5,8 @@
  * collectives need no message, because a training step repeats the previous one:
  *
  *     prediction on all ranks   collective of this rank   action of this rank
- *     a signature               equals the prediction     issues the collective
- *     a signature               differs from it           calls the handler before it issues
+ *     signature                 equals the prediction     issues the collective
+ *     signature                 differs from it           calls the handler before it issues
  *     none                      any                       exchanges signatures with all ranks
  *
  * In the second case the rank departs. Other ranks may have issued the predicted collective

@@ -138,7 +138,7 @@ def _list_managed_modules(
     """Returns the modules below ``roots`` that no other call has sharded, children first.
 
     torch's ``_get_managed_modules`` returns the same list. Its recursive inner function is a
-    reference cycle that would keep the modules until a garbage collection, so it is only called if
+    reference cycle that would keep the modules until a garbage collection. So it is only called if
     a library has replaced it.
     """
     if not is_torch_function(_get_managed_modules, _TORCH_INIT, "_get_managed_modules"):

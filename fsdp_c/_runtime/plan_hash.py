@@ -97,8 +97,8 @@ def set_plans(states: list[Any]) -> None:
 
 
 def _find_nccl(names: dict[Any, tuple[str | None, ...]]) -> dict[str, dist.ProcessGroup]:
-    """Returns the NCCL process groups of groups on CUDA by name, in an order that is equal on all
-    ranks, so that no two ranks wait for each other."""
+    """Returns the NCCL process groups of groups on CUDA by name. The order is equal on all ranks,
+    so that no two ranks wait for each other."""
     found = {
         name: _resolve_process_group(name)  # type: ignore[arg-type]
         for group, roles in names.items()

@@ -232,8 +232,8 @@ class State(_C.State, FSDPState, MissingStateMembers):
         """Returns all states in the root's tree, in ``named_modules()`` order.
 
         Raises:
-            RuntimeError: A module was sharded by torch's ``fully_shard``, is a root itself, or was
-                set to be finalized by the caller, which is a setting of roots.
+            RuntimeError: A module was sharded by torch's ``fully_shard``, or is a root itself. Or
+                it was set to be finalized by the caller, which is a setting of roots.
         """
         root = self._modules[0]
         states: list[State] = []

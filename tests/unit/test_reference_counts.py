@@ -1,7 +1,7 @@
 """Reference counts free a deleted model: no part of fsdp_c keeps it until a garbage collection.
 
 Modules own their FSDP state, and the state has weak references to them. A state leaves the lists of
-the other states when its modules are freed, and neither a copy of a module nor an autograd graph
+the other states when its modules are freed. Then neither a copy of a module nor an autograd graph
 has its hooks.
 """
 

@@ -26,7 +26,7 @@ FOLDERS += ("fsdp_c", "fsdp_c_autoload")
 C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
 HASH_COMMENTS = {".sh", ".toml", ".yaml", ".yml"}
 NAMES_WITH_COMMENTS = {"CMakeLists.txt", "Makefile", "run"}
-MAX_WORDS = 32
+MAX_WORDS = 25
 """Words of a sentence that is not counted as long."""
 
 
@@ -384,7 +384,7 @@ def test_sentences_of_sources_and_documents_begin_with_named_subject() -> None:
     assert not found, show(found)
 
 
-def test_sentences_have_at_most_32_words() -> None:
+def test_sentences_have_at_most_25_words() -> None:
     found = breaks(source_files(), "long")
     assert not found, show(found)
 

@@ -51,14 +51,13 @@ struct SharedMemory;
  * A pair of ranks has one slot for messages in each direction.
  *
  * The shared memory is a file in /dev/shm. The ranks remove the file when all have mapped it. Each
- * rank holds a lock on one byte of the file, which ends with its process. If a rank waits for a
- * peer whose lock is gone, and the peer has not published what the rank waits for, the rank sets
- * ncclRemoteError. */
+ * rank holds a lock on one byte of the file, which ends with its process. A rank that waits for a
+ * number sets ncclRemoteError if the peer has released its lock without publishing the number. */
 class Communicator {
   public:
-    /* Blocks until all ranks have joined the communicator `name`. Reports the reason and returns
-     * NULL if a rank has not joined within a minute, if `world` exceeds kMaxRanks, or if the file
-     * cannot be opened. */
+    /* Blocks until all ranks have joined the communicator `name`. Returns NULL if a rank has not
+     * joined within a minute, if `world` exceeds kMaxRanks, or if the file cannot be opened.
+     * Reports the reason. */
     static std::shared_ptr<Communicator> join(const std::string &name, int world, int rank);
     ~Communicator();
     Communicator(const Communicator &) = delete;

@@ -4,9 +4,10 @@
 exceptions by name. A message is empty if no exception was raised. FILE is the rendezvous file of
 two ranks.
 
-The cases of ``CASES`` have three messages: ``first`` of the first forward, ``repeated`` of a second
-forward if the first one raised, ``equal`` of a forward of a model that is equal on all ranks. The
-cases "equal order" and "later order" have one message, ``raised``, of any of many forwards.
+The cases of ``CASES`` have three messages: ``first`` of the first forward, and ``repeated`` of a
+second forward if the first one raised. ``equal`` is that of a forward of a model that is equal on
+all ranks. The cases "equal order" and "later order" have one message, ``raised``, of any of many
+forwards.
 """
 
 from __future__ import annotations

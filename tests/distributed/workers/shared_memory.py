@@ -396,7 +396,7 @@ def _train_one_step_in_each(model: nn.Sequential, contexts: list[Any]) -> Tensor
 
 
 def record_prefetches(rank: int, world: int) -> dict[int, tuple[list[bool], bool]]:
-    """Maps each width to two results. The first is, for each step from the third on, whether the
+    """Maps each width to two results. The first has one flag for each step from the third on: the
     gather of the first unit is in flight when the last unit has its gradients. The second is
     whether bits equal gloo's.
 

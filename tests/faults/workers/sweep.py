@@ -175,8 +175,8 @@ def sweep(
 ) -> dict[str, Any]:
     """Fails at every point in turn.
 
-    Returns the number of points, the failures after which results differ, the types of all
-    failures, and whether the results of a last run without failure are the same.
+    Returns the number of points, the failures after which results differ, and the types of all
+    failures. Also returns whether the results of a last run without failure are the same.
 
     With accumulation, two microbatches repeat most boundary calls. The sweep then takes only the
     odd or only the even boundary calls, unless SWEEP_WHOLE is set.

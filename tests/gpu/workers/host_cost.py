@@ -1,7 +1,7 @@
 """Measures the host time per unit and step with benchmarks/host.py, by two clocks.
 
 The first clock is CPU time: of the process on CUDA, of the thread on the CPU. The second clock is
-wall time. On CUDA each step begins with an idle device, so this is the time in which the host
+wall time. On CUDA each step begins with an idle device. So this is the time in which the host
 issues a step while the device's queue is empty. Both exclude the unsharded model's time.
 """
 
