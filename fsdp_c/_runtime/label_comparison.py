@@ -148,7 +148,8 @@ def compare() -> None:
                 _different.add(process_group)
                 get_departures().publish(request)
         except (KeyError, RuntimeError, ValueError):  # the process group has ended
-            remove(process_group)
+            if labels.end > 0:  # else it has not issued its first collective
+                remove(process_group)
     get_departures().answer_requests()
 
 
