@@ -353,14 +353,18 @@ bool shm_negotiation_compares_sizes(shm_negotiation *n) {
     return n->agrees && n->gathers >= n->fallback_gathers && get_state(n) == DECLINED;
 }
 
-/* `kind`: of an op_entry. */
-static int compare_size(shm_negotiation *n, fct_pg *pg, uint64_t kind, uint64_t signature,
-                        const fct_op_tag *tag) {
+int shm_negotiation_check_stopped(const shm_negotiation *n) {
     if (n->stopped[0] != '\0') {
         fct_error_runtime(n->stopped);
         return -1;
     }
-    if (finish_agreement(n, pg) != 0) {
+    return 0;
+}
+
+/* `kind`: of an op_entry. */
+static int compare_size(shm_negotiation *n, fct_pg *pg, uint64_t kind, uint64_t signature,
+                        const fct_op_tag *tag) {
+    if (shm_negotiation_check_stopped(n) != 0 || finish_agreement(n, pg) != 0) {
         return -1;
     }
     if (!shm_negotiation_compares_sizes(n) || op_sequence_expects(&n->sequence, signature)) {

@@ -103,6 +103,8 @@ FCT_CHECK int shm_negotiation_await_agreement(shm_negotiation *n, fct_pg *pg,
 /* Ends the waits for collectives of the process group, because the ranks issue different ones. The
  * waits and later collectives raise RuntimeError(text). */
 FCT_CHECK int shm_negotiation_stop(shm_negotiation *n, fct_pg *pg, const char *text);
+/* Raises RuntimeError(text) if the collectives are stopped. Needs no GIL. */
+FCT_CHECK int shm_negotiation_check_stopped(const shm_negotiation *n);
 /* Copies the latest recorded collectives; see op_agreement_copy. An agreement in flight follows as
  * one more entry, so `entries` has space for OP_ENTRIES + 1. */
 size_t shm_negotiation_copy_entries(const shm_negotiation *n, op_entry *entries, uint64_t *first);

@@ -25,8 +25,11 @@ static int begin(fct_pg *pg, fct_op_kind kind, const fct_op_tag *tag, const fct_
     *next = (next_op){.negotiation = fct_negotiation_find(pg),
                       .on_cpu = fct_tensor_device(input).type == FCT_DEVICE_CPU,
                       .tag = tag};
-    if (next->negotiation == NULL || !next->on_cpu) {
+    if (next->negotiation == NULL) {
         return 0;
+    }
+    if (!next->on_cpu) {
+        return shm_negotiation_check_stopped(next->negotiation);
     }
     if (shm_negotiation_compares_sizes(next->negotiation)) {
         fct_tensor_facts(input, &facts);
