@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..version import __version__
 from . import label_comparison, plan_store
@@ -172,6 +173,9 @@ def _describe_plan(states: list[Any], names: dict[Any, Any], name: str) -> Itera
             yield f"{setting.lstrip('_')} of {unit}\t{getattr(group, setting)}"
         for field in _POLICY_FIELDS:
             yield f"{field} of {unit}\t{getattr(group.mp_policy, field, None)}"
+        # pin_memory changes no collective and no number, and may differ between hosts.
+        offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
+        yield f"CPU offload of {unit}\t{offloads}"
         for kind in ("forward", "backward"):
             targets = getattr(state, f"_states_to_{kind}_prefetch")
             prefetched = [

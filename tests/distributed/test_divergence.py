@@ -42,6 +42,7 @@ NAMED_BY_MODEL = {
     "another backward prefetch": "backward prefetch of unit 'blocks.2': rank 0 has []; rank",
     "another list of modules": "'blocks.1, blocks.2' with 8 parameters",
     "another placement": "(Shard(dim=1),)",
+    "another offload policy": "CPU offload of unit 'blocks.0': rank 0 has False; rank",
     "another output dtype": "output_dtype of unit 'blocks.0': rank 0 has None; rank",
     "another cast of inputs": "cast_forward_inputs of unit 'blocks.0': rank 0 has True; rank",
     "another reduction": "force_sum_reduction_for_comms of unit 'blocks.1': rank 0 has False; rank",

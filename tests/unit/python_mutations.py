@@ -149,7 +149,7 @@ PYTHON_MUTATIONS = {
         "rank 0 has {value}; rank {rank} has {other_value}",
         "rank 0 has {other_value}; rank {rank} has {value}",
         "distributed/test_divergence.py::test_different_models",
-        "reduce_dtype of unit 'blocks.0': rank 0 has",
+        "CPU offload of unit 'blocks.0': rank 0 has",
     ),
     "state of freed modules stays in the list of states": PythonMutation(
         "_runtime/weak_modules.py",

@@ -63,11 +63,12 @@ class Api:
 
     def __init__(self, implementation: str) -> None:
         if implementation == "torch":
-            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+            from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
         else:
-            from fsdp_c import MixedPrecisionPolicy, fully_shard
+            from fsdp_c import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
         self.fully_shard: Callable[..., Any] = fully_shard
         self.policy: Callable[..., Any] = MixedPrecisionPolicy
+        self.offload_policy: Callable[..., Any] = CPUOffloadPolicy
 
 
 @dataclass
@@ -155,6 +156,8 @@ class Case:
         arguments = {"mesh": self.mesh, "mp_policy": self.api.policy(**policy)}
         if self.is_case("another placement"):
             arguments["shard_placement_fn"] = lambda param: Shard(param.ndim - 1)
+        if self.is_case("another offload policy"):
+            arguments["offload_policy"] = self.api.offload_policy(pin_memory=False)
         return arguments
 
     def diverge(self, model: Any) -> None:
@@ -258,6 +261,7 @@ STATIC = (
     "another list of modules",
     "another frozen parameter",
     "another placement",
+    "another offload policy",
     "another reshard_after_forward",
     *POLICIES,
     *SETTINGS,
