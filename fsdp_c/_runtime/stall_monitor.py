@@ -28,6 +28,7 @@ import contextlib
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -127,11 +128,20 @@ def watch(root: Any) -> None:
 
 
 def stop() -> None:
-    """Stops the thread. At exit, an unfinished step leaves a file with the records."""
+    """Stops the thread. At exit, an unfinished step or an exception leaves a file of the records."""
     while _monitor:
         monitor = _monitor.pop()
         monitor.finish()
         atexit.unregister(stop)
+
+
+def has_uncaught_exception() -> bool:
+    """Whether an exception ends the program, or has ended a command of an interactive session.
+
+    The interpreter sets ``sys.last_type`` before it calls ``sys.excepthook`` and functions of
+    ``atexit``. It does not set it for ``SystemExit`` and for exceptions of other threads.
+    """
+    return getattr(sys, "last_type", None) is not None
 
 
 class StallMonitor(threading.Thread):
@@ -183,7 +193,8 @@ class StallMonitor(threading.Thread):
         if self.is_alive() and threading.current_thread() is not self:
             self.join(1.0)
         _, records = read_own_records(READ_COUNT)
-        if find_interrupted_pass() or any(record.state != COMPLETE for record in records[:4]):
+        unfinished = any(record.state != COMPLETE for record in records[:4])
+        if unfinished or find_interrupted_pass() or has_uncaught_exception():
             self._write_records()
 
     def publish_start(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 import stalled_ranks
 from launch import run_ranks
 
-from fsdp_c._runtime.records import FAILED, read_file
+from fsdp_c._runtime.records import COMPLETE, FAILED, read_file
 from fsdp_c._tools.stall import main as compare_records
 
 PLACES = {
@@ -60,30 +60,47 @@ def test_waiting_ranks_report_the_place_of_every_rank(
         assert "  rank 1: no further collective\n  rank 2: all-gather of '2' (" in output
 
 
-@pytest.mark.parametrize("case", ending_ranks.CASES)
-def test_rank_that_ends_by_an_exception_writes_its_records(case: str, tmp_path: Path) -> None:
-    """Both ranks are new interpreters: an exception that no code catches ends them."""
-    files = tmp_path / "records"
-    env = os.environ | {"FSDP_C_STALL_DIR": str(files), "FSDP_C_STALL_SECONDS": "60"}
+def run_ending_ranks(case: str, folder: Path) -> tuple[list[int], list[str]]:
+    """Returns exit status and standard error of both ranks, which write their files to "records".
+
+    They are new interpreters: an exception that no code catches ends them.
+    """
+    env = os.environ | {"FSDP_C_STALL_DIR": str(folder / "records"), "FSDP_C_STALL_SECONDS": "60"}
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     ranks = [
         subprocess.Popen(
-            [sys.executable, ending_ranks.__file__, str(rank), str(tmp_path), case],
+            [sys.executable, ending_ranks.__file__, str(rank), str(folder), case],
             env=env, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
-    culprit = ending_ranks.CASES[case]
     errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1 if case == "raises" else 0], errors
-    header, own = read_file(str(next(files.glob(f"*rank{culprit}.records"))))
+    return [rank.returncode for rank in ranks], errors
+
+
+@pytest.mark.parametrize("case", ending_ranks.CASES)
+def test_rank_that_ends_by_an_exception_writes_its_records(case: str, tmp_path: Path) -> None:
+    culprit = ending_ranks.CASES[case]
+    statuses, errors = run_ending_ranks(case, tmp_path)
+    assert statuses == [int(rank == culprit or case == "raises") for rank in range(2)], errors
+    header, own = read_file(str(next((tmp_path / "records").glob(f"*rank{culprit}.records"))))
     assert header["rank"] == culprit
     gathers = [record for record in own if record.kind == "all-gather"]
-    assert len(gathers) > 4
+    assert len(gathers) > 3
     newest = max(own, key=lambda record: record.number)
     if case == "raises":
         assert "ValueError: raised in forward" in errors[1]
         assert (newest.step, newest.pass_name) == (2, "forward")
+    elif case == "raises between steps":
+        assert "ValueError: raised between steps" in errors[1]
+        assert (newest.step, newest.state) == (1, COMPLETE)
+        assert not list((tmp_path / "records").glob("*rank0.records"))
     else:
         assert "Timed out waiting" in errors[0]
         assert any(record.state == FAILED for record in own)
+
+
+def test_ranks_that_end_without_an_exception_write_no_records(tmp_path: Path) -> None:
+    statuses, errors = run_ending_ranks("no exception", tmp_path)
+    assert statuses == [0, 0], errors
+    assert list((tmp_path / "records").iterdir()) == []

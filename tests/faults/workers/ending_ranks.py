@@ -1,4 +1,4 @@
-"""A rank whose forward raises, or whose collective exceeds the time limit, and ends.
+"""A rank that an exception ends: in forward, between steps, or after the time limit.
 
     python ending_ranks.py RANK FOLDER CASE
 
@@ -19,8 +19,8 @@ import torch.nn as nn
 
 import fsdp_c
 
-CASES = {"raises": 1, "exceeds the limit": 0}
-"""Case -> the rank that ends by its exception."""
+CASES = {"raises": 1, "raises between steps": 1, "exceeds the limit": 0}
+"""Case -> the rank that ends by its exception. In other cases no rank does."""
 
 
 def main(rank: int, folder: Path, case: str) -> None:
@@ -44,6 +44,10 @@ def main(rank: int, folder: Path, case: str) -> None:
     if rank == 1 and case == "exceeds the limit":
         while not any((folder / "records").glob("*rank0.records")):
             time.sleep(0.05)
+        return
+    if rank == 1 and case == "raises between steps":
+        raise ValueError("raised between steps")
+    if case in ("raises between steps", "no exception"):
         return
     model(torch.ones(2, 4)).sum().backward()
 
