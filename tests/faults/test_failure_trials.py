@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import divergence
 import divergence_trials
 import failure_trials
 import pytest
@@ -51,7 +52,35 @@ def test_survivor_may_raise_early_only_if_its_wait_began_before_the_fault(
 def test_ranks_of_a_random_model_raise_and_name_the_rank_that_differs(
     transport: str, begin: str
 ) -> None:
-    options = divergence_trials.Options(transport, 3, begin)
+    options = divergence_trials.Options(transport, 3, begin, SLACK)
     score = divergence_trials.run_trials(options, range(1, 2))
     print(f"{divergence_trials.HEADER}\n{score.format(options)}")
     assert score.misses == []
+
+
+BOTH = "RuntimeError: collective mismatch: rank 0 gathers 'a', rank 1 gathers 'b'"
+OWN_ERROR = f"RuntimeError: {divergence.OWN_ERROR}out of bounds"
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "is_miss"),
+    [(divergence.OWN_ERROR_KIND, 1, False), (divergence.OWN_ERROR_KIND, 0, True)]
+    + [("frozen later", 1, True)],
+)
+def test_divergence_trial_allows_torchs_exception_for_one_kind_and_the_rank_that_differs(
+    kind: str, rank: int, is_miss: bool
+) -> None:
+    score = divergence_trials.Score()
+    outcomes = [(OWN_ERROR if i == rank else BOTH, 0.1) for i in range(2)]
+    score.add("trial", kind, outcomes, culprit=1)
+    assert (score.unnamed, len(score.misses)) == (int(is_miss), int(is_miss))
+
+
+@pytest.mark.parametrize(("slack", "is_miss"), [(0.0, True), (0.5, False)])
+def test_divergence_trial_that_is_later_than_a_second_is_a_miss(
+    slack: float, is_miss: bool
+) -> None:
+    score = divergence_trials.Score()
+    score.add("trial", "frozen later", [(BOTH, 0.1), (BOTH, 1.2)], culprit=1, slack=slack)
+    assert len(score.misses) == int(is_miss)
+    assert "| 1 |" in score.format(divergence_trials.Options("gloo", 2, "a later step"))

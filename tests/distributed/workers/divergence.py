@@ -247,8 +247,10 @@ LATER: dict[str, Callable[[Any, int], Any]] = {
 }
 """Settings that a rank changes after the first steps."""
 
+OWN_ERROR_KIND = "unshard_in_backward later"
 OWN_ERROR = "setStorage: "
-"""A part of the exception of a rank that reads the parameters that it has not gathered again."""
+"""A part of the exception of a rank that reads the parameters that it has not gathered again. The
+rank that differs may raise it in cases of OWN_ERROR_KIND."""
 
 STATIC = (
     "another shape",
