@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import socket
+import statistics
 import sys
 import threading
 import time
@@ -165,8 +166,12 @@ def format_report(positions: Mapping[int, Position], world: int, request: int) -
     places: dict[str, list[int]] = {}
     for rank in range(world):
         places.setdefault(_describe_place(positions.get(rank), request), []).append(rank)
-    lines = [_format_line(ranks, place) for place, ranks in places.items()]
     current = [p for p in positions.values() if p.request >= request]
+    waits = {p.rank: time.time() - p.waits_since for p in current if p.waits_since is not None}
+    lines = [
+        _format_line(ranks, place) + _format_waits([waits[rank] for rank in ranks if rank in waits])
+        for place, ranks in places.items()
+    ]
     return "\n".join([*lines, f"  {_describe_common(current)}"])
 
 
@@ -188,6 +193,16 @@ def _format_line(ranks: list[int], place: str) -> str:
     if len(ranks) > 1:
         verb = _PLURAL_VERBS.get(verb, verb)
     return f"  {format_ranks(ranks)}: {verb} {rest}"
+
+
+def _format_waits(seconds: list[float]) -> str:
+    """Formats how long the ranks of a line have waited. Clocks of hosts may differ."""
+    if not seconds:
+        return ""
+    median, longest = (f"{max(0.0, f(seconds)):.1f} s" for f in (statistics.median, max))
+    return (
+        f", for {longest}" if median == longest else f", for {median} (median), {longest} (longest)"
+    )
 
 
 def _describe_place(position: Position | None, request: int) -> str:

@@ -41,7 +41,8 @@ def test_waiting_ranks_report_the_place_of_every_rank(
         first, *lines = report.splitlines()
         assert re.match(rf"fsdp_c: rank {rank} has waited [1-9]\.\d s for all-gather of ", first)
         assert ", forward) of process group '0'. The ranks of the job:" in first
-        assert any(line.startswith("  ranks 0, 2: wait for all-gather of ") for line in lines)
+        waits = next(line for line in lines if line.startswith("  ranks 0, 2: wait for all-gather"))
+        assert re.search(r"group '0', for [0-9.]+ s( \(median\), [0-9.]+ s \(longest\))?$", waits)
         place = next(line for line in lines if PLACES[case] in line)
         assert ("main thread: stalled_ranks.py:" in place) == (case != "stopped")
         assert any("answering ranks completed: " in line for line in lines)

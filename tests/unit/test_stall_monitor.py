@@ -184,6 +184,27 @@ def test_stall_monitor_counts_process_of_another_boot_or_container_as_running() 
     assert "or cannot be reached" in stall_report.format_report({0: ended}, 1, 1)
 
 
+def test_stall_report_has_the_median_and_the_longest_wait_of_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stall_report.time, "time", lambda: 100.0)
+    begins = {0: 90.0, 1: 89.9, 2: 40.0, 3: 88.0, 4: 87.96, 5: 80.0, 6: 101.0, 7: 70.0}
+    positions = {
+        rank: Position(rank, request=1, waits_for="abbccdef"[rank], waits_since=begin)
+        for rank, begin in begins.items()
+    }
+    positions[7].request = 0
+    lines = stall_report.format_report(positions, 8, 1).splitlines()
+    assert lines[:5] == [
+        "  rank 0: waits for a, for 10.0 s",
+        "  ranks 1-2: wait for b, for 35.0 s (median), 60.0 s (longest)",
+        "  ranks 3-4: wait for c, for 12.0 s",
+        "  rank 5: waits for d, for 20.0 s",
+        "  rank 6: waits for e, for 0.0 s",  # its clock is ahead
+    ]
+    assert " for f" not in lines[5]
+
+
 def test_stall_report_names_last_common_collective_of_ranks_in_different_process_groups() -> None:
     text = "reduce-scatter of 'a' (step 2, backward)"
     positions = {
