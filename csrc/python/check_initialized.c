@@ -3,6 +3,7 @@
  * the object. */
 #include "check_initialized.h"
 
+#include "../bridge/error.h"
 #include "errors.h"
 #include "freed_modules.h"
 
@@ -49,15 +50,39 @@ bool fcpy_state_check_context_attribute(const fcpy_state *self, const char *attr
            (self->is_root != Py_None || raise_no_attribute("FSDPCommContext", attribute));
 }
 
-static int check_status(const fc_comm_ctx *comm, fc_status status) {
+/* Calls add_difference() of _runtime/plan_hash.py with the pending exception, if it is a
+ * RuntimeError. An exception of the call is dropped, except for KeyboardInterrupt and others that
+ * are no Exception. */
+static void add_model_difference(PyObject *owner) {
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        return;
+    }
+    PyObject *error = (PyObject *)fct_error_set_aside();
+    PyObject *module = PyImport_ImportModule("fsdp_c._runtime.plan_hash");
+    PyObject *result =
+        module == NULL ? NULL : PyObject_CallMethod(module, "add_difference", "OO", error, owner);
+    Py_XDECREF(module);
+    Py_XDECREF(result);
+    if (result == NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
+        Py_DECREF(error);
+        return;
+    }
+    fct_error_put_back(error);
+}
+
+static int check_status(PyObject *owner, const fc_comm_ctx *comm, fc_status status) {
     if (status == FC_OK) {
         return 0;
     }
-    return fcpy_raise(status, comm != NULL ? comm->error.message : NULL);
+    (void)fcpy_raise(status, comm != NULL ? comm->error.message : NULL);
+    if (status == FC_ERAISED) {
+        add_model_difference(owner);
+    }
+    return -1;
 }
 
 int fcpy_group_check_status(const fcpy_group *self, fc_status status) {
-    return check_status(self->core.base.comm, status);
+    return check_status((PyObject *)self, self->core.base.comm, status);
 }
 
 int fcpy_group_check_device(const fc_comm_ctx *comm, fct_device device) {
@@ -78,5 +103,5 @@ bool fcpy_state_check_initialized(const fcpy_state *self) {
 }
 
 int fcpy_state_check_status(const fcpy_state *self, fc_status status) {
-    return check_status(self->core.comm, status);
+    return check_status((PyObject *)self, self->core.comm, status);
 }

@@ -13,7 +13,8 @@ bool fcpy_group_check_initialized(const fcpy_group *self);
 bool fcpy_group_check_context_attribute(const fcpy_group *self, const char *attribute);
 bool fcpy_group_check_param_attribute(const fcpy_group *self, const char *attribute);
 /* Returns 0 for FC_OK. Otherwise sets the exception of `status`, with the message of the group's
- * context, and returns -1. */
+ * context, and returns -1. If models of two ranks differ, it may wait two seconds for the other
+ * rank, and releases the GIL meanwhile. */
 int fcpy_group_check_status(const fcpy_group *self, fc_status status);
 /* Returns 0 if the context is for the group's type of device, else -1 with ValueError. */
 int fcpy_group_check_device(const fc_comm_ctx *comm, fct_device device);

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
@@ -28,6 +29,13 @@ from .meshes import get_group_name, list_process_groups
 ENVIRONMENT_SWITCH = "FSDP_C_GUARD"
 STORE_TIMEOUT = timedelta(seconds=10)
 """Time for which a rank waits for the description of another rank."""
+FAILURE_TIMEOUT = timedelta(seconds=2)
+"""The same after an error of a collective, which the other rank may not raise."""
+
+_OF_ANOTHER_MODEL = re.compile(
+    r"of process group '([^']*)': collective mismatch: "
+    r"rank (\d+) .* of another model .*, rank (\d+) "
+)
 
 _SETTINGS = (
     "_reshard_after_forward",
@@ -135,6 +143,36 @@ def raise_difference(
     )
 
 
+def add_difference(error: RuntimeError, owner: Any) -> None:
+    """Adds the first difference between two models to the error of a collective.
+
+    The labels of shared memory have no room for it. Every rank that raises such an error calls this
+    function, so each of them writes its description. ``owner``: the group or state that raises.
+    """
+    match = _OF_ANOTHER_MODEL.search(str(error))
+    states = owner._state_ctx.all_states if hasattr(owner, "_state_ctx") else ()
+    groups = [group for state in states for group in state._fsdp_param_groups] or [owner]
+    plans = getattr(groups[0], "_plans", {})
+    if match is None or match[1] not in plans:
+        return
+    pair = int(match[2]), int(match[3])
+    try:
+        process_group = _resolve_process_group(match[1])  # type: ignore[arg-type]
+        store = _get_process_group_store(process_group)
+        store.set(_make_key(process_group.rank()), "\n".join(plans[match[1]]))
+        store.wait(list(map(_make_key, pair)), FAILURE_TIMEOUT)
+        first, second = (store.get(_make_key(rank)).decode().split("\n") for rank in pair)
+    except (RuntimeError, ValueError):  # the store has ended, or a rank has not written
+        return
+    if first != second:  # equal models have different labels if ranks run different ones
+        error.args = (f"{error}\nThe models differ: {find_difference(first, second, pair)}",)
+
+
+def _make_key(rank: int) -> str:
+    """The key of a rank's description after an error. Then the process group cannot be used."""
+    return f"fsdp_c/plan/of/{rank}"
+
+
 # ---- description ---------------------------------------------------------------------------------
 
 
@@ -226,19 +264,18 @@ def _read_difference(
         store.set(keys[0 if process_group.rank() == 0 else 1], "\n".join(plans[name]))
     store.wait(keys, STORE_TIMEOUT)
     first, second = (store.get(key).decode().split("\n") for key in keys)
-    return find_difference(first, second, rank)
+    return find_difference(first, second, (0, rank))
 
 
-def find_difference(first: list[str], second: list[str], rank: int) -> str:
-    """Returns the first difference between the descriptions of rank 0 and ``rank``, as text."""
+def find_difference(first: list[str], second: list[str], ranks: tuple[int, int]) -> str:
+    """Returns the first difference between the descriptions of two ranks, as text."""
     for own, other in zip(first, second):
         if own != other:
             (subject, value), (other_subject, other_value) = own.split("\t"), other.split("\t")
+            has, other_has = (f"rank {rank} has" for rank in ranks)
             if subject != other_subject:
-                return (
-                    f"rank 0 has {subject}: {value}; rank {rank} has {other_subject}: {other_value}"
-                )
-            return f"{subject}: rank 0 has {value}; rank {rank} has {other_value}"
-    longer, name = (first, 0) if len(first) > len(second) else (second, rank)
+                return f"{has} {subject}: {value}; {other_has} {other_subject}: {other_value}"
+            return f"{subject}: {has} {value}; {other_has} {other_value}"
+    longer, name = (first, ranks[0]) if len(first) > len(second) else (second, ranks[1])
     subject, value = longer[min(len(first), len(second))].split("\t")
     return f"only rank {name} has {subject}: {value}"

@@ -128,7 +128,7 @@ def watch(root: Any) -> None:
 
 
 def stop() -> None:
-    """Stops the thread. At exit, an unfinished step or an exception leaves a file of the records."""
+    """Stops the thread. At exit, an unfinished step or an exception leaves a file."""
     while _monitor:
         monitor = _monitor.pop()
         monitor.finish()

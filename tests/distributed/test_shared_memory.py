@@ -111,7 +111,25 @@ MODELS_DIFFER = (
 def test_collective_mismatch_error_names_both_collectives(case: str, collectives: str) -> None:
     for results in collect_errors():
         assert f": collective mismatch: {collectives}" in results[case]
-        assert results[case].endswith("or shard the model over a new process group")
+        text = results[case].partition("\nThe models differ: ")[0]
+        assert text.endswith("or shard the model over a new process group")
+
+
+@pytest.mark.parametrize(
+    ("case", "shapes"),
+    [
+        ("_sizes_differ", ("[40, 40]", "[44, 44]")),
+        ("_lengths_differ", ("[1024, 511]", "[1024, 1023]")),
+    ],
+)
+def test_collective_of_another_model_raises_with_the_field_that_differs(
+    case: str, shapes: tuple[str, str]
+) -> None:
+    texts = {results[case].partition("The models differ: ")[2] for results in collect_errors()}
+    (text,) = texts
+    first, second = (f"'0.0.weight' {shape} torch.float32" for shape in shapes)
+    assert text.startswith(f"parameter 0 of unit '0': rank 0 has {first}")
+    assert f"; rank 1 has {second}" in text
 
 
 def test_wait_fails_when_a_peer_destroys_the_group() -> None:

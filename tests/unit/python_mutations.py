@@ -146,8 +146,8 @@ PYTHON_MUTATIONS = {
     ),
     "message swaps the values of the ranks": PythonMutation(
         "_runtime/plan_hash.py",
-        "rank 0 has {value}; rank {rank} has {other_value}",
-        "rank 0 has {other_value}; rank {rank} has {value}",
+        "{has} {value}; {other_has} {other_value}",
+        "{has} {other_value}; {other_has} {value}",
         "distributed/test_divergence.py::test_different_models",
         "CPU offload of unit 'blocks.0': rank 0 has",
     ),

@@ -205,7 +205,7 @@ def test_plan_difference_is_found_in_unit_with_any_name(name: str, fake_group: i
         return list(plan_hash._describe_plan([state], {group: ("0",)}, "0"))
 
     first, second = describe(torch.bfloat16), describe(torch.float16)
-    assert plan_hash.find_difference(first, second, 1) == (
+    assert plan_hash.find_difference(first, second, (0, 1)) == (
         f"param_dtype of unit {name!r}: rank 0 has torch.bfloat16; rank 1 has torch.float16"
     )
 
