@@ -88,8 +88,8 @@ class Job:
         has_failed = self.case == "ends" and now >= FAILURE
         state = records.FAILED if has_failed else records.WAITING
         wait = records.Record(
-            number=3, begin=1, waiting=int(START * 1e9), end=0, state=state, modules="blocks.3",
-            **fields,
+            number=3, begin=1, waiting=int(START * 1e9), end=int(FAILURE * 1e9) * has_failed,
+            state=state, modules="blocks.3", **fields,
         )  # fmt: skip
         return int(now * 1e9), [wait, done]
 
