@@ -146,7 +146,7 @@ def raise_difference(
 def add_difference(error: RuntimeError, owner: Any) -> None:
     """Adds the first difference between two models to the error of a collective.
 
-    The labels of shared memory have no room for it. Every rank that raises such an error calls this
+    The labels of shared memory do not contain it. Every rank that raises such an error calls this
     function, so each of them writes its description. ``owner``: the group or state that raises.
     """
     match = _OF_ANOTHER_MODEL.search(str(error))
