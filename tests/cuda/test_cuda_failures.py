@@ -53,7 +53,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_failure_of_nccl_has_torchs_outcome(run_pair: Any, case: str) -> None:
     torchs, own = run_pair(
-        "watchdog", case, watchdog_message="collective operation timeout"
+        "watchdog", case, watchdog_message="collective operation timeout|Operation timed out"
     ).values()
     if torchs is not None and "skipped" in torchs:
         pytest.skip(torchs["skipped"])
