@@ -1,4 +1,4 @@
-"""Bytes per second of gathers, reductions and CPU kernels against size, compared with memcpy.
+"""Bytes per second of gathers, reductions and CPU kernels against size.
 
 Method. Two gloo ranks with one thread each, all data in float32. Sizes are those of the unsharded
 data. The implementations take turns. The minimum over the rounds counts, because other
@@ -57,7 +57,7 @@ class Unit(nn.Module):
 
 
 def make_unit_calls(name: str, size: int) -> tuple[Call, Call]:
-    """Returns two calls for a unit under an implementation: unshard with reshard; a reduction."""
+    """Returns a call that gathers and reshards the unit, and one that reduces its gradient."""
     unit: Any = get_implementations()[name](Unit(size))
     state = unit._get_fsdp_state()
     state._lazy_init()

@@ -38,7 +38,7 @@ def exit_with_error(message: str) -> NoReturn:
 
 
 def select_fully_shard(impl: str) -> Callable[..., Any]:
-    """Returns the ``fully_shard`` of an implementation. No other code depends on ``--impl``."""
+    """Returns the ``fully_shard`` of an implementation."""
     if impl == "torch":
         from torch.distributed.fsdp import fully_shard as torch_fully_shard
 

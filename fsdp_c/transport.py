@@ -58,8 +58,8 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
     By default, a unit has one collective, as in torch. An exception is a ``replicate`` unit that is
     the only unit of its root: its default is 25 MiB, and it reduces each bucket as soon as it is
     full. With several buckets, results equal torch's bits on two ranks. On more ranks a backend
-    may add in another order. Units with a reduce hook and units that torch's functions reduce are
-    not split.
+    may add in another order. Units with a reduce hook, and units with a fallback to torch's
+    functions, are not split.
 
     All ranks must call the function between steps, with the same arguments.
 
@@ -89,10 +89,9 @@ def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
     Args:
         model: The module that ``fully_shard`` or ``replicate`` was applied to, or a module that
             contains it.
-        overlap: ``True`` or ``False``. ``None``, the default, overlaps unless the processors that
-            compute would also copy the data. They copy the data of reductions over shared memory,
-            if the host has fewer than two processors per rank. Reductions of up to 4 MiB, on all
-            ranks together, always overlap.
+        overlap: ``True`` or ``False``. ``None``, the default, overlaps with one exception:
+            reductions over shared memory of more than 4 MiB, on all ranks together, if the host has
+            fewer than two processors per rank. Then processors that compute also copy the data.
 
     Raises:
         ValueError: ``model`` has no sharded module.
@@ -121,8 +120,8 @@ def release_memory() -> None:
     """Returns cached CPU buffers to the system.
 
     fsdp_c reuses the memory of gathers, reductions and unsharded parameters for later units and
-    steps. Buffers in use and the cache together exceed the peak use of the last eight iterations by
-    a limited amount: an eighth, or 16 MiB if that is more. Resetting or deleting a model also
+    steps. Buffers in use and the cache together have at most an eighth more than the peak use of
+    the last eight iterations, or 16 MiB more if that is larger. Resetting or deleting a model also
     releases the cache.
     """
     _C.trim_memory()

@@ -1,5 +1,5 @@
-/* Collectives over shared memory as c10d works; see shm_work.hpp. csrc/transport moves the data.
- * This file owns the tensors, divides averages, and translates errors to exceptions. */
+/* c10d::Work objects of collectives over shared memory; see shm_work.hpp. csrc/transport moves the
+ * data. This file owns the tensors, divides averages, and translates errors to exceptions. */
 #include "shm_work.hpp"
 
 #include "bridge.hpp"
@@ -119,7 +119,7 @@ void ShmWork::start(ShmTransportPtr transport, shm_request request, const RankSh
         TORCH_CHECK(false, error);
         break;
     case SHM_SUBMIT_WRITTEN:
-        opType_ = op_type(kind_);
+        opType_ = op_type(kind_); /* a pending work keeps UNKNOWN; see shm_work.hpp */
         break;
     case SHM_SUBMIT_PENDING:
         break;

@@ -108,7 +108,7 @@ def _choose_label(unit: str, capacity: float) -> str:
 
 
 def _stack_spans(spans: list[Span]) -> list[tuple[int | None, Span]]:
-    """Assigns overlapping spans to two half rows; None for a span that uses the full row."""
+    """Assigns spans that overlap one of three neighbors on a side to half rows; None: full row."""
     placed_spans: list[tuple[int | None, Span]] = []
     for i, span in enumerate(spans):
         neighbors = spans[max(0, i - 3) : i] + spans[i + 1 : i + 4]

@@ -1,4 +1,4 @@
-/* Functions of the bridge that change gradients of simulated parameters. */
+/* The simulator's versions of the bridge functions that set gradients. */
 #include "sim_internal.h"
 
 /* The simulator casts no gradients. */

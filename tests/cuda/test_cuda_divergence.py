@@ -52,7 +52,7 @@ def test_different_order_of_later_collectives_raises_on_both_ranks(ranks: list[M
         assert "rank 0 gathers '0' (step 4, forward), rank 1 gathers '2' (step 4" in difference
 
 
-def test_equal_order_of_later_collectives_does_not_raise(ranks: list[Messages]) -> None:
+def test_equal_order_of_100_steps_does_not_raise(ranks: list[Messages]) -> None:
     assert [messages["equal order"]["raised"] for messages in ranks] == ["", ""]
 
 

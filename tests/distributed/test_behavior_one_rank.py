@@ -1,5 +1,5 @@
-"""On one rank, fsdp_c issues no collectives. Its results equal those of an unsharded model bit by
-bit."""
+"""On one rank, fsdp_c issues no collectives. In full precision, its results equal those of an
+unsharded model bit by bit."""
 
 from __future__ import annotations
 

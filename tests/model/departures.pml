@@ -1,6 +1,7 @@
 /* How ranks over gloo compare the kind and size of each collective before they issue it:
  * csrc/transport/sequence.c and prediction.c, and departures through stores:
- * fsdp_c/_runtime/departures.py. README.md lists what is modeled.
+ * fsdp_c/_runtime/departures.py. A rank departs if its next collective is not the predicted one: it
+ * waits until all ranks wait with the same collective. README.md lists what is modeled.
  *
  * All ranks run the same program of ITEMS collectives, except for faults. A prediction may have any
  * value, because it depends on all earlier collectives. It is equal on all ranks. */
@@ -17,7 +18,7 @@
 #include "ranks.pml"
 
 #define CHANGED 6    /* "rank 0 issues another collective than before an exception" */
-#define STOPPED 7    /* the text of a difference, after shm_negotiation_stop */
+#define STOPPED 7    /* another rank has found a difference: shm_negotiation_stop */
 #define TIME_LIMIT 8 /* of the process group */
 
 /* Messages of gloo, as bits. The first three are the signatures of collectives. gloo ends the
@@ -37,7 +38,7 @@
 
 #define NUMBERS (ITEMS * (FAULTS + 1)) /* largest number of collectives of a rank */
 #define REQUESTS 4               /* largest number of requests */
-#define KEYS (NUMBERS * 3)       /* number and signature of a collective */
+#define KEYS (NUMBERS * 3)       /* a key is a number and a signature of a collective */
 
 byte program[ITEMS];      /* signatures; 0: not chosen yet */
 byte prediction[NUMBERS]; /* op_prediction_next; 0: not chosen yet */
@@ -62,7 +63,7 @@ byte requester[REQUESTS], request_number[REQUESTS], request_signature[REQUESTS];
 bit closed[REQUESTS];
 bit difference[REQUESTS];
 
-/* struct Departures */
+/* Departures of departures.py */
 byte own_number[RANKS]; /* of the departure of this rank; NONE: the rank does not depart */
 byte own_signature[RANKS];
 
@@ -328,7 +329,7 @@ inline issue_collective() {
 #define ALL_ARE_COUNTED (counted[KEY] >= RANKS)
 #endif
 
-/* depart: the counter. A signal may arrive during the call of the store. */
+/* depart: adds this rank to the counter. A signal may arrive while store.add() runs. */
 inline count_rank() {
     counted[KEY]++;
     is_first = counted[KEY] <= MAX_REQUESTING_RANKS;
@@ -370,7 +371,7 @@ inline poll() {
         request_number[request] = count[me];
         request_signature[request] = signature;
         requests++;
-        if /* a signal during the call of the store */
+        if /* a signal while store.set() runs */
         :: skip
         :: IS_INTERRUPTED;
             err = INTERRUPT;
@@ -411,7 +412,7 @@ inline close_request() {
     request = NONE
 }
 
-/* The counter of a rank that an exception has interrupted. */
+/* Removes an interrupted rank from the counter, unless the collective is decided. */
 inline uncount_rank() {
 #if defined(WEAK_INTERRUPTED_RANK_IS_UNCOUNTED)
     leave_departure()
@@ -437,7 +438,7 @@ inline decrement() {
     leave_departure()
 }
 
-/* The end of depart, unless a signal arrives. */
+/* The end of depart. A signal may arrive before or after has_read is incremented. */
 inline read_count() {
     has_departed = 1;
     if
@@ -615,7 +616,8 @@ inline check_outcomes() {
     d_step {
         for (r : 0 .. RANKS - 1) {
             assert(outcome[r] == 0 || has_died || MAY_TIME_OUT);
-            /* All ranks raise a difference, or none. */
+            /* All ranks raise a difference, or none, unless a rank has died, has left alone, or has
+             * added or restarted collectives. */
             assert(HAS_RAISED(r) || !ANY(HAS_RAISED) || left_alone || has_died || shifted);
             assert(was_stopped[r] || !was_stopped[0] || left_alone || has_died || shifted);
             assert(was_stopped[0] || !was_stopped[r] || left_alone || has_died || shifted)
@@ -641,7 +643,7 @@ init {
         for (r : 0 .. RANKS - 1) { run rank(r) }
         r = 0
     }
-    faults = 0; /* at any time */
+    faults = 0; /* between any two steps: a search also covers fewer faults */
     ALL(HAS_FINISHED);
     check_outcomes();
     assert(!REACHED)

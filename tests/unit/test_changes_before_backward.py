@@ -206,7 +206,9 @@ def test_in_place_change_of_resharded_parameters_is_accepted_as_in_torch(single_
     assert has_gradients(model)
 
 
-def test_cast_parameters_changed_in_place_keep_the_values_of_the_forward(single_group: int) -> None:
+def test_backward_after_change_of_cast_parameters_uses_values_of_the_forward(
+    single_group: int,
+) -> None:
     """The unsharded parameters are copies, not aliases."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     gradients = []

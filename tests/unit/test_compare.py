@@ -450,7 +450,7 @@ def test_compare_draws_a_plot_of_runs_without_steps() -> None:
     pyplot.close(figure)
 
 
-def test_compare_json_has_nonfinite_numbers_as_strings() -> None:
+def test_name_nonfinite_replaces_nonfinite_numbers_by_strings() -> None:
     value = {"losses": [1.5, float("nan"), (float("inf"), -float("inf"))], "steps": 3}
     named = compare_report._name_nonfinite(value)
     assert json.loads(json.dumps(named, allow_nan=False)) == {

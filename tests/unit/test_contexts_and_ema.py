@@ -462,7 +462,7 @@ class TestShardedEMA:
         ema.update(model)
         assert torch.equal(ema["scale"], torch.full((4,), 1.5))
 
-    def test_ema_with_dtype_keeps_complex_and_integer_kinds(self) -> None:
+    def test_ema_with_float64_widens_complex_and_keeps_integers(self) -> None:
         model = nn.Module()
         model.complex = nn.Parameter(torch.ones(2, dtype=torch.complex64))
         model.count = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)

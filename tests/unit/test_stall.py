@@ -348,7 +348,7 @@ def test_stall_seconds_variable_sets_the_limit(
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIG_IGN", "SIG_BLOCK", "signal", "USR1"])
-def test_stall_signal_variable_without_name_of_a_signal_with_a_handler_raises(
+def test_stall_signal_that_cannot_have_a_handler_raises(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FSDP_C_STALL_SIGNAL", name)

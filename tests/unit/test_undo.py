@@ -446,7 +446,7 @@ def test_set_attribute_undo_keeps_a_newer_value() -> None:
     assert owner.old == "torch's"
 
 
-def test_inherited_attribute_is_deleted_by_undo() -> None:
+def test_undo_deletes_the_override_of_an_inherited_attribute() -> None:
     class Base:
         value = 1
 

@@ -254,7 +254,7 @@ class TestFullPrecision:
         )
         assert units[1].kwargs["mp_policy"] is self.POLICY
 
-    def test_full_precision_units_keep_reduce_dtype(self) -> None:
+    def test_full_precision_units_keep_reduce_dtype_of_more_precision(self) -> None:
         policy = MixedPrecisionPolicy(torch.float16, reduce_dtype=torch.float32)
         model = Transformer(norm=nn.BatchNorm1d).bfloat16()
         with pytest.warns(UserWarning, match="BatchNorm1d"):

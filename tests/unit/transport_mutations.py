@@ -110,9 +110,8 @@ TRANSPORT_MUTATIONS = {
     ),
     "interrupted agreement is not finished before the next collective": Mutation(
         "negotiation",
-        "    if (finish_agreement(n, pg) != 0) {\n        return -1;\n    }\n"
-        "    if (!shm_negotiation_compares_sizes",
-        "    if (!shm_negotiation_compares_sizes",
+        "    if (shm_negotiation_check_stopped(n) != 0 || finish_agreement(n, pg) != 0) {",
+        "    if (shm_negotiation_check_stopped(n) != 0) {",
         "test_agreement",
         "[  FAILED  ] collective_after_an_interrupted_agreement_finishes_it",
     ),

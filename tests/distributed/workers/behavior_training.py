@@ -147,7 +147,7 @@ def evaluations_around_a_step(api: Api) -> dict[str, Any]:
 
 @scenario()
 def gathers_of_evaluations(api: Api) -> dict[str, list[int]]:
-    """Counts all-gathers of evaluations: unchanged weights are not gathered again."""
+    """Counts all-gathers of evaluations. Units that stay unsharded gather once after a step."""
     results: dict[str, list[int]] = {}
     for reshard in (None, True, False):
         model = shard(api, blocks_and_head(), reshard_after_forward=reshard)
@@ -199,7 +199,7 @@ def first_forward_without_grad(api: Api) -> list[Any]:
 
 
 def local_gradients(api: Api) -> list[dict[str, torch.Tensor]]:
-    """Returns the gradients of all ranks of the unsharded model."""
+    """Returns each rank's gradients of the unsharded model."""
     model = blocks_and_head()
     model(batch(api.rank)).square().mean().backward()
     results: list[Any] = [None] * api.world

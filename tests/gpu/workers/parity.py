@@ -1,7 +1,8 @@
-"""Runs tests/parity/test_gpu.py, under pytest if it is installed.
+"""Compares the cases of gpu_jobs.py under torch and fsdp_c.
 
-On CUDA the cases run with NCCL on one rank, and with gloo and CUDA tensors in four processes.
-Without pytest this script compares the results itself. Without CUDA it runs two ranks on the CPU.
+On CUDA the cases run with NCCL on one rank, and with gloo and CUDA tensors in four processes: under
+pytest in tests/parity/test_gpu.py, or in this script if pytest is not installed. Without CUDA this
+script runs two ranks on the CPU.
 """
 
 from __future__ import annotations
