@@ -120,8 +120,8 @@ def release_memory() -> None:
     """Returns cached CPU buffers to the system.
 
     fsdp_c reuses the memory of gathers, reductions and unsharded parameters for later units and
-    steps. Buffers in use and the cache together have at most an eighth more than the peak use of
-    the last eight iterations, or 16 MiB more if that is larger. Resetting or deleting a model also
-    releases the cache.
+    steps. Buffers in use and the cache together may exceed the peak use of the last eight
+    iterations by an eighth, and always by 16 MiB. Resetting or deleting a model also releases the
+    cache.
     """
     _C.trim_memory()
