@@ -160,8 +160,7 @@ def add_difference(error: RuntimeError, owner: Any) -> None:
         process_group = _resolve_process_group(match[1])  # type: ignore[arg-type]
         store = _get_process_group_store(process_group)
         store.set(_make_key(process_group.rank()), "\n".join(plans[match[1]]))
-        store.wait(list(map(_make_key, pair)), FAILURE_TIMEOUT)
-        first, second = (store.get(_make_key(rank)).decode().split("\n") for rank in pair)
+        first, second = _read_descriptions(store, list(map(_make_key, pair)), FAILURE_TIMEOUT)
     except (RuntimeError, ValueError):  # the store has ended, or a rank has not written
         return
     if first != second:  # equal models have different labels if ranks run different ones
@@ -262,9 +261,13 @@ def _read_difference(
     keys = [f"fsdp_c/plan/{value:x}" for value in hashes]
     if process_group.rank() in (0, rank):
         store.set(keys[0 if process_group.rank() == 0 else 1], "\n".join(plans[name]))
-    store.wait(keys, STORE_TIMEOUT)
-    first, second = (store.get(key).decode().split("\n") for key in keys)
+    first, second = _read_descriptions(store, keys, STORE_TIMEOUT)
     return find_difference(first, second, (0, rank))
+
+
+def _read_descriptions(store: dist.Store, keys: list[str], limit: timedelta) -> list[list[str]]:
+    store.wait(keys, limit)
+    return [store.get(key).decode().split("\n") for key in keys]
 
 
 def find_difference(first: list[str], second: list[str], ranks: tuple[int, int]) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from divergence import LIMIT_SECONDS, SIZE, Block, Model
+from shared_memory import error_message
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_c
@@ -38,46 +40,33 @@ def make_model(kind: str, shard: Callable[[Any], Any]) -> Any:
     return shard(model)
 
 
-def train(model: Any) -> str:
-    """Returns the message of the RuntimeError of two steps, or "no error"."""
-    dtype = next(model.parameters()).dtype
-    try:
-        for _ in range(2):
-            model(torch.ones(2, SIZE, dtype=dtype)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+def make_mesh(job: str) -> DeviceMesh:
+    """Returns a mesh with process groups of its own: they are not used after a mismatch."""
+    limit = timedelta(seconds=LIMIT_SECONDS)
+    if job == "replicate":
+        return DeviceMesh.from_group(dist.new_group(timeout=limit), "cpu")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for dim in ("replicate", "shard"):
+        dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(dim))
+    return mesh
 
 
-def run_replicas(rank: int, world_size: int) -> dict[str, str]:
-    """The model of the last rank differs."""
+def train(model: Any) -> None:
+    x = torch.ones(2, SIZE, dtype=next(model.parameters()).dtype)
+    for _ in range(2):
+        model(x).sum().backward()
+
+
+def run(rank: int, world_size: int, job: str) -> dict[str, str]:
+    """Returns the message of the RuntimeError, or "", by difference.
+
+    The models of the second half of the ranks differ. These ranks are a replica.
+    """
+    function = fsdp_c.replicate if job == "replicate" else fsdp_c.fully_shard
     messages = {}
     for kind in ("", *KINDS):
-        group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
-        mesh = DeviceMesh.from_group(group, "cpu")
-        model = make_model(
-            kind if rank == world_size - 1 else "",
-            lambda module, mesh=mesh: fsdp_c.replicate(module, mesh=mesh),
-        )
-        messages[kind] = train(model)
-        dist.barrier()
-    return messages
-
-
-def run_hsdp(rank: int, world_size: int) -> dict[str, str]:
-    """The models of the second replica, ranks 2 and 3, differ from those of ranks 0 and 1."""
-    messages = {}
-    for kind in ("", *KINDS):
-        # No group of an earlier case, because a group is not used after a mismatch.
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        for dim in ("replicate", "shard"):
-            dist.distributed_c10d._set_pg_timeout(
-                timedelta(seconds=LIMIT_SECONDS), mesh.get_group(dim)
-            )
-        model = make_model(
-            kind if rank >= 2 else "",
-            lambda module, mesh=mesh: fsdp_c.fully_shard(module, mesh=mesh),
-        )
-        messages[kind] = train(model)
+        shard = partial(function, mesh=make_mesh(job))
+        model = make_model(kind if rank >= world_size // 2 else "", shard)
+        messages[kind] = error_message(partial(train, model))
         dist.barrier()
     return messages
