@@ -528,6 +528,7 @@ void shm_negotiation_record_label(shm_negotiation *n, const fct_op_tag *tag) {
 }
 
 void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op_tag *tag) {
+    assert(atomic_load(&n->owners) > 0);
     shm_negotiation_record_label(n, tag);
     add_signature(n, signature);
 }
