@@ -73,6 +73,29 @@ NAMED_BY_LABEL = {
     "reduction later": ("reduce-scatters 'blocks.1' by average", "'blocks.1' by sum (step 3, bac"),
     "dtype later": ("gathers 'blocks.1' of 416 bytes", "gathers 'blocks.1' of 312 bytes per rank"),
     "unshard_in_backward later": ("gathers 'blocks.1' (step 3, b", "reduce-scatters 'blocks.2' ("),
+    "a detached block": (
+        "reduce-scatters 'blocks.0' (step 3, backward)",
+        "gathers 'blocks.0' (step 4, for",
+    ),
+    "a forward that raised": (
+        "gathers 'blocks.1' (step 3, forward)",
+        "gathers 'blocks.0' (step 4, for",
+    ),
+    "a backward twice": ("gathers 'blocks.0' (step 4, forward)", "gathers 'blocks.3' (step 3, bac"),
+    "an evaluation of a block": (
+        "gathers 'blocks.0' (step 3, forward)",
+        "gathers 'blocks.1' (step 3, for",
+    ),
+    "another model": ("'blocks.0' of another model (step 3", "of another model (step 1, forward)"),
+    "backward prefetch later": ("gathers 'blocks.1' (step 3, b", "gathers 'blocks.0' (step 3, bac"),
+    "block frozen later": (
+        "reduce-scatters 'blocks.1' (step 3",
+        "reduce-scatters 'blocks.0' (step 3",
+    ),
+    "no gradient sync of a block": (
+        "reduce-scatters 'blocks.1' (step 3",
+        "reduce-scatters 'blocks.0' (step 3",
+    ),
     "explicit unshard": ("gathers 'blocks.0' (step 3, forward)", "gathers 'blocks.3' (step 2, out"),
 }
 """The collectives of the equal ranks and of the last rank, by dynamic case, after two steps."""

@@ -45,16 +45,25 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks that run in the order of ``order``."""
+    """Blocks that run in the order of ``order``.
+
+    ``detached``: the index of a block whose input carries no gradient. ``failing``: the index of a
+    block before which the next forward raises ``ValueError``.
+    """
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.order = list(range(len(blocks)))
+        self.detached: int | None = None
+        self.failing: int | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.order:
-            x = self.blocks[index](x)
+            if index == self.failing:
+                self.failing = None
+                raise ValueError("a sample of this rank is damaged")
+            x = self.blocks[index](x.detach() if index == self.detached else x)
         return x
 
 
@@ -103,8 +112,9 @@ class Case:
     ) -> None:
         self.api, self.mesh, self.name = api, mesh, name
         self.other, self.variation = other, variation
-        self.backward = True
+        self.backwards = 1
         self.evaluations = 0
+        self.evaluates_block = False
 
     def is_case(self, name: str) -> bool:
         return self.other and self.name == name
@@ -172,9 +182,20 @@ class Case:
         elif self.name == "a conditional parameter":
             self.find_square(model).uses_second = False
         elif self.name == "no backward":
-            self.backward = False
+            self.backwards = 0
+        elif self.name == "a backward twice":
+            self.backwards = 2
         elif self.name == "an evaluation":
             self.evaluations = 1
+        elif self.name == "an evaluation of a block":
+            self.evaluates_block = True
+        elif self.name == "a detached block":
+            model.detached = at
+        elif self.name == "a forward that raised":
+            model.failing = at
+        elif self.name == "another model":
+            other = self.make()
+            self.step(other, torch.optim.SGD(other.parameters(), lr=0.1))
         else:
             LATER[self.name](model, at)
 
@@ -182,15 +203,27 @@ class Case:
         """Returns a block whose output has the same shape without its second layer."""
         return next(block for block in model.blocks if block.first.weight.shape == (SIZE, SIZE))
 
-    def step(self, model: nn.Module, optimizer: Any) -> None:
-        for _ in range(self.evaluations):
-            with torch.no_grad():
+    def step(self, model: Any, optimizer: Any) -> None:
+        with torch.no_grad():
+            for _ in range(self.evaluations):
                 model(torch.ones(2, SIZE))
-        loss = model(torch.full((2, SIZE), 0.5)).sum()
-        if self.backward:
-            loss.backward()
+            if self.evaluates_block:
+                model.blocks[self.variation.at](torch.ones(2, SIZE))
+        loss = self.forward(model).sum()
+        for i in range(self.backwards):
+            loss.backward(retain_graph=i + 1 < self.backwards)
+        if self.backwards:
             optimizer.step()
         optimizer.zero_grad()
+
+    def forward(self, model: Any) -> torch.Tensor:
+        """If a forward raises ``ValueError``, resets the model and repeats it."""
+        x = torch.full((2, SIZE), 0.5)
+        try:
+            return model(x)
+        except ValueError:
+            model.reset_iter_state()
+            return model(x)
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -236,13 +269,18 @@ SETTINGS: dict[str, Callable[[Any, int], Any]] = {
 
 LATER: dict[str, Callable[[Any, int], Any]] = {
     "frozen later": lambda model, at: model.blocks[at].first.weight.requires_grad_(False),
+    "block frozen later": lambda model, at: model.blocks[at].requires_grad_(False),
     "divide factor later": SETTINGS["another divide factor"],
     "prefetch later": SETTINGS["another prefetch"],
+    "backward prefetch later": SETTINGS["another backward prefetch"],
     "reshard later": lambda model, at: model.blocks[at].set_reshard_after_forward(False),
     "reduction later": SETTINGS["another reduction"],
     "unshard_in_backward later": SETTINGS["another unshard_in_backward"],
     "dtype later": lambda model, at: model.blocks[at].first.to(torch.bfloat16),
     "no gradient sync": lambda model, at: model.set_requires_gradient_sync(False),
+    "no gradient sync of a block": lambda model, at: model.blocks[at].set_requires_gradient_sync(
+        False
+    ),
     "explicit unshard": lambda model, at: model.blocks[at + 2].unshard(),
 }
 """Settings that a rank changes after the first steps."""
@@ -275,8 +313,13 @@ DYNAMIC = (
     "a block skipped",
     "a block twice",
     "a conditional parameter",
+    "a detached block",
+    "a forward that raised",
     "no backward",
+    "a backward twice",
     "an evaluation",
+    "an evaluation of a block",
+    "another model",
     *LATER,
 )
 """Kinds of divergence that the labels of collectives find."""
