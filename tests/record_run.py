@@ -107,7 +107,7 @@ def describe_files(folder: str, results: list[tuple[Result, bool]]) -> dict[str,
 
 
 def record(runs: list[dict[str, Any]], file: Path) -> None:
-    """Adds runs to a file. Removes its earlier runs of their folders with their Pythons."""
+    """Adds runs to a file. Removes earlier runs of the same folders and Python versions."""
 
     def keys(run: dict[str, Any]) -> set[tuple[str, str]]:
         python = compatibility_table.find_release(run["python"])

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 class Mutation(NamedTuple):
     module: str
+    """The name of the mutated file, without ``.c``."""
     original: str
     """The original text; it occurs once in the file."""
     replacement: str
@@ -41,7 +42,7 @@ MUTATIONS = {
         "test_gather",
         "[  FAILED  ] fallback_gather_accepts_earlier_changes_of_aliases",
     ),
-    "shards of aliases that changed in place are accepted": Mutation(
+    "shards of aliases that changed in place are not detected": Mutation(
         "unsharded",
         "    return shard.data == flat.data;",
         "    return false;",
@@ -91,7 +92,7 @@ MUTATIONS = {
         "test_bucket",
         "partial_gradients_from_other_buckets_are_added",
     ),
-    "buckets do not learn of other groups": Mutation(
+    "buckets have no siblings beside other groups": Mutation(
         "state",
         "const bool has_siblings = !has_single_group(it);",
         "const bool has_siblings = false;",
@@ -133,7 +134,7 @@ MUTATIONS = {
         "test_group",
         "events_out == 0",
     ),
-    "gathered rows are not released after backward": Mutation(
+    "reduced rows are kept after backward": Mutation(
         "state",
         "return status == FC_OK && last ? fc_comm_release_rows(c) : status;",
         "return status;",
@@ -245,7 +246,7 @@ MUTATIONS = {
         "test_device_checksums",
         "[  FAILED  ] forward_ends_the_interval_of_a_half_full_table",
     ),
-    "later interval of device checksums is passed first": Mutation(
+    "interval of device checksums ends before its table is copied": Mutation(
         "device_checksums",
         "        if (!done) {\n            return FC_OK;",
         "        if (!done && oldest->next == NULL) {\n            return FC_OK;",

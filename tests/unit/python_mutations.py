@@ -32,7 +32,7 @@ PYTHON_MUTATIONS = {
         "unit/test_optim.py::test_accelerated_step_after_option_changes",
         "IndexError: list index out of range",
     ),
-    "momentum stays under the local tensor": PythonMutation(
+    "momentum keeps the local tensor as its key": PythonMutation(
         "optim.py",
         "stored = optimizer.state.pop(local, None)",
         "stored = optimizer.state.get(local)",
@@ -102,7 +102,7 @@ PYTHON_MUTATIONS = {
         "unit/test_plan.py::test_max_transient_includes_padding_of_all_ranks",
         "DID NOT RAISE",
     ),
-    "frozen parameter is not part of the plan": PythonMutation(
+    "requires_grad of a parameter is not part of the plan": PythonMutation(
         "_runtime/plan_hash.py",
         'frozen = "" if param.sharded_param.requires_grad else ", frozen"',
         'frozen = ""',
@@ -116,7 +116,7 @@ PYTHON_MUTATIONS = {
         "unit/test_departures.py",
         "assert 2 == 1",
     ),
-    "rank with an open request waits as long for the next comparison": PythonMutation(
+    "open request of a rank does not shorten the wait for the next comparison": PythonMutation(
         "_runtime/label_comparison.py",
         " or get_departures().has_open_requests()",
         "",

@@ -1,4 +1,4 @@
-"""``_C.bind`` checks all of its arguments before it stores any of them."""
+"""``_C.bind`` with an invalid or missing argument raises."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_bucket_cap_mb_is_the_bucket_size_of_each_unit(fake_group: int, size: fl
     assert group_of(model[0])._bucket_bytes == group_of(model)._bucket_bytes == expected
 
 
-def test_units_of_fully_shard_below_replicate_leave_its_buckets(fake_group: int) -> None:
+def test_replicate_above_units_of_fully_shard_keeps_its_default_buckets(fake_group: int) -> None:
     model = make_model()
     fully_shard(model[0])
     replicate(model)
@@ -212,7 +212,7 @@ def test_planned_buckets_equal_those_of_runtime(fake_group: int) -> None:
         layout = make_sharded_layout(module)
         sharding = Sharding(units=tuple(layout.units), states=tuple(layout.states))
         [unit] = simulate_collectives(sharding)
-        # 8 ranks divide the four rows of a parameter, so every second row is padding.
+        # The 4 rows of a parameter are padded to 8, one for each rank.
         sizes = [2 * 64, 2 * 16] * 3
         assert unit.list_sizes("reduce_scatter") == [sum(sizes[slice(*span)]) for span in spans]
 

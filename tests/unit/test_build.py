@@ -232,7 +232,7 @@ def test_debug_build_leaves_release_build_in_place(built: Tree) -> None:
     assert built.values() == RELEASE_VALUES
 
 
-def test_two_translation_units_include_all_cpp_files_of_the_bridge(tree: Tree) -> None:
+def test_bridge_is_compiled_in_two_translation_units(tree: Tree) -> None:
     for name in ("a", "b", "c"):
         tree.write(f"csrc/bridge/{name}.cpp", f"int fct_{name}() {{ return 0; }}\n")
     units = [name for name in compiled_files(tree.build()) if name.endswith(".cxx")]

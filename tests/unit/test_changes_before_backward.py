@@ -183,7 +183,7 @@ def test_change_in_place_after_the_backward_or_before_the_forward_is_accepted(
 
 
 @pytest.mark.parametrize("shard", [fsdp_c.fully_shard, *KEEP_UNSHARDED])
-def test_change_before_a_forward_that_a_replaced_gather_begins_is_accepted(
+def test_change_in_place_before_forward_with_patched_all_gather_is_accepted(
     single_group: int, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, params = make_layers(shard)

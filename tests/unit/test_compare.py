@@ -417,7 +417,7 @@ def test_compare_finds_a_difference_in_the_second_round_only() -> None:
     assert [d.run for d in result.differences] == ["fsdp_c-2"]
 
 
-def test_compare_of_runs_without_steps_or_without_fsdp_c_is_inconclusive() -> None:
+def test_compare_without_steps_or_with_one_implementation_only_is_inconclusive() -> None:
     result = compare_records([], [])
     assert result.verdict is Verdict.INCONCLUSIVE
     assert result.notes == ["the script made no optimizer step, so nothing was compared"]

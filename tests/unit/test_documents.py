@@ -185,9 +185,9 @@ def unknown_names(text: str, document: Path) -> list[str]:
     prose = FENCE.sub("", text)
     spans = [re.sub(r"\s+", " ", span) for span in SPAN.findall(prose)]
     unknown = [name for span in spans for name in unknown_names_in_span(span, document)]
-    commands = [words for span in spans for words in MAKE.findall(span)]
-    commands += [words for fence in FENCE.findall(text) for words in MAKE_LINE.findall(fence)]
-    named_targets = [target for command in commands for target in command.split()]
+    targets = [found for span in spans for found in MAKE.findall(span)]
+    targets += [found for fence in FENCE.findall(text) for found in MAKE_LINE.findall(fence)]
+    named_targets = " ".join(targets).split()
     unknown += [f"make {target}" for target in named_targets if target not in make_targets()]
     return [name for name in dict.fromkeys(unknown) if name not in OTHER_PROJECTS]
 

@@ -115,7 +115,7 @@ def test_choose_archs_without_usable_requested_arch_returns_first_of_each_genera
     ]
 
 
-def test_choose_archs_without_usable_arch_returns_none() -> None:
+def test_choose_archs_without_usable_arch_returns_empty_list() -> None:
     assert find_cuda.choose_archs([80], [50, 60]) == []
 
 
@@ -148,7 +148,7 @@ def test_nvcc_without_supported_arch_raises(tmp_path: Path, no_arch_variables: N
         find_cuda.find_options(write_nvcc_with_archs(tmp_path, "sm_50 sm_60"), TORCH_CU124)
 
 
-def test_nvcc_of_cuda_home_is_found_behind_one_of_another_release(
+def test_nvcc_of_cuda_home_is_found_if_that_of_path_has_another_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("FSDP_C_NO_CUDA", raising=False)
@@ -163,7 +163,7 @@ def test_nvcc_of_cuda_home_is_found_behind_one_of_another_release(
     assert "is not for CUDA 13.0" in capsys.readouterr().err
 
 
-def test_find_nvcc_accepts_only_major_release_of_torch(
+def test_find_nvcc_accepts_only_major_release_of_torch_unless_cuda_is_switched_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("FSDP_C_NO_CUDA", raising=False)
@@ -174,14 +174,20 @@ def test_find_nvcc_accepts_only_major_release_of_torch(
     assert capsys.readouterr().err == ""
     assert find_cuda.find_nvcc("13.0", None) is None
     assert "is not for CUDA 13.0" in capsys.readouterr().err
-    write_nvcc(tmp_path, "exit 1\n")
-    assert find_cuda.find_nvcc("12.8", None) is None
-    capsys.readouterr()
-    (tmp_path / "nvcc").write_text("#!/missing/interpreter\n")
-    assert find_cuda.find_nvcc("12.8", None) is None
-    assert "is not for CUDA 12.8" in capsys.readouterr().err
     monkeypatch.setenv("FSDP_C_NO_CUDA", "1")
     assert find_cuda.find_nvcc("12.8", None) is None
+
+
+def test_find_nvcc_ignores_nvcc_that_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FSDP_C_NO_CUDA", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin:/bin")
+    nvcc = Path(write_nvcc(tmp_path, "exit 1\n"))
+    for script in (nvcc.read_text(), "#!/missing/interpreter\n"):
+        nvcc.write_text(script)
+        assert find_cuda.find_nvcc("12.8", None) is None
+        assert "is not for CUDA 12.8" in capsys.readouterr().err
 
 
 # ---- NVRTC ---------------------------------------------------------------------------------------
@@ -214,4 +220,7 @@ def test_nvrtc_sources_contain_all_included_headers() -> None:
         text = (ROOT / "csrc/kernels" / name).read_text()
         included |= set(re.findall(r'^ *#include [<"](.+)[>"]', text, re.M))
     assert included <= {*KERNEL_SOURCES, *STANDARD}
+
+
+def test_first_arch_of_nvcc_and_nvrtc_is_the_same() -> None:
     assert FIRST_ARCH == find_cuda.FIRST_ARCH

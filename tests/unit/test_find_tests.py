@@ -35,7 +35,7 @@ def test_module_and_tests_in_table_of_find_tests_exist(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", find_tests.TESTS_OF)
-def test_table_of_find_tests_has_only_tests_of_other_names(module: str) -> None:
+def test_table_of_find_tests_omits_tests_named_like_their_module(module: str) -> None:
     found_by_name = find_tests.tests_named_like(module)
     assert set(find_tests.TESTS_OF[module]).isdisjoint(found_by_name)
 

@@ -179,7 +179,7 @@ def test_modules_keep_the_implementation_they_were_sharded_with(fake_group: int)
         assert module.weight.grad is not None
 
 
-def test_functions_absent_from_fsdp_c_remain_those_of_torch(
+def test_torch_functions_without_replacement_accept_modules_of_fsdp_c(
     fake_group: int, installed: None
 ) -> None:
     class Twice(nn.Linear):
@@ -190,7 +190,11 @@ def test_functions_absent_from_fsdp_c_remain_those_of_torch(
     public.register_fsdp_forward_method(module, "twice")
     with pytest.raises(ValueError, match="does not have a method thrice"):
         public.register_fsdp_forward_method(module, "thrice")
-    public.share_comm_ctx([module, fully_shard(nn.Linear(8, 8))])
+    module.reshard()
+    assert module.twice(torch.ones(2, 8)).shape == (2, 8)
+    other = fully_shard(nn.Linear(8, 8))
+    public.share_comm_ctx([module, other])
+    assert module._get_fsdp_state()._comm_ctx is other._get_fsdp_state()._comm_ctx
 
 
 def test_install_logs_one_line_with_replaced_functions(caplog: pytest.LogCaptureFixture) -> None:
@@ -358,7 +362,7 @@ def test_environment_variable_imports_fsdp_c_at_the_first_call_of_fully_shard(pr
 
 @pytest.mark.parametrize("module", [fsdp_c_autoload, redirect], ids=lambda m: m.__name__)
 def test_entry_point_modules_import_only_the_standard_library(module: ModuleType) -> None:
-    """The interpreter of this test can import torch and fsdp_c."""
+    """The new interpreter would find torch and fsdp_c, because PYTHONPATH has their folders."""
     code = f"import sys, {module.__name__}; print(*{{n.partition('.')[0] for n in sys.modules}})"
     folder = Path(str(fsdp_c_autoload.__file__)).parents[1]
     environment = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}

@@ -142,7 +142,10 @@ def train_case(fully_shard: Any, name: str) -> tuple[Counter[str], list[torch.Te
     make, options, hsdp = CASES[name]
     torch.manual_seed(0)
     model = make()
-    mesh = init_device_mesh("cpu", (2, 4) if hsdp else (8,), mesh_dim_names=("r", "s")[-1 - hsdp :])
+    if hsdp:
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (8,))
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)

@@ -31,7 +31,7 @@ def test_mesh_info_of_sharded_module_equals_mesh_info_with_the_same_fields(
 
 
 def test_mesh_info_class_is_restored_when_no_group_uses_it(fake_group: int) -> None:
-    class Follower:
+    class FakeGroup:
         calls = 0
 
         def _refresh_process_groups(self) -> None:
@@ -39,10 +39,10 @@ def test_mesh_info_class_is_restored_when_no_group_uses_it(fake_group: int) -> N
 
     info = FSDPMeshInfo(init_device_mesh("cpu", (fake_group,)), shard_mesh_dim=0)
     before = dict(vars(info))
-    first, second = Follower(), Follower()
+    first, second = FakeGroup(), FakeGroup()
     lease = patches.lease()
-    for follower in (first, second, first):
-        meshes.subscribe(info, follower)
+    for group in (first, second, first):
+        meshes.subscribe(info, group)
     info.shard_mesh_size = 7
     assert (first.calls, second.calls) == (1, 1)
     assert type(info) is not FSDPMeshInfo and isinstance(info, FSDPMeshInfo)
@@ -52,7 +52,7 @@ def test_mesh_info_class_is_restored_when_no_group_uses_it(fake_group: int) -> N
     assert type(info) is FSDPMeshInfo
     assert vars(info) == {**before, "shard_mesh_size": 7}
     meshes.subscribe(info, first)
-    del first, follower
+    del first, group
     meshes._restore_unused_classes()
     assert type(info) is FSDPMeshInfo
     assert vars(info) == {**before, "shard_mesh_size": 7}

@@ -134,7 +134,7 @@ def test_grad_dtype_equal_to_dtype_of_parameter_trains(fake_group: int) -> None:
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float64, torch.float32, None])
 @pytest.mark.parametrize("policy", [{}, FIELDS], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["fully_shard", "replicate"])
-def test_grad_dtype_set_on_sharded_parameter_refuses_gradients_as_in_torch(
+def test_grad_dtype_set_on_sharded_parameter_refuses_gradients_of_other_dtypes_as_in_torch(
     single_group: int, name: str, policy: dict[str, Any], grad_dtype: torch.dtype | None
 ) -> None:
     def train(shard: Callable[..., Any]) -> list[Any]:

@@ -294,20 +294,22 @@ def test_accelerate_of_optimizer_that_is_not_element_wise_raises() -> None:
         with pytest.raises(TypeError, match=f"{kind.__name__} is not one of torch's element-wise"):
             optim.accelerate(kind(params))
 
+
+def test_accelerate_accepts_only_subclasses_that_do_not_override_step() -> None:
     class OverridesStep(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
-    with pytest.raises(TypeError, match="OverridesStep"):
-        optim.accelerate(OverridesStep(params))
-
     class OverridesNothing(torch.optim.AdamW):
         pass
 
+    params = make_params()
+    with pytest.raises(TypeError, match="OverridesStep"):
+        optim.accelerate(OverridesStep(params))
     optim.accelerate(OverridesNothing(params))
 
 
-def test_install_accelerates_optimizers_of_sharded_parameters(
+def test_install_accelerates_optimizers_of_sharded_parameters_unless_switched_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     params, plain = make_params(), [nn.Parameter(torch.ones(3))]
@@ -320,11 +322,12 @@ def test_install_accelerates_optimizers_of_sharded_parameters(
                 train(optimizer, optimized)
             operators = dtensor_operators(optimizers[0], params)
             assert bool(operators) == uses_dtensors
-            assert "_init_group" not in vars(optimizers[1])
+            assert (optimizers[0] in optim._accelerated) == (not uses_dtensors)
+            assert optimizers[1] not in optim._accelerated
         finally:
             fsdp_c.uninstall()
         assert dtensor_operators(optimizers[0], params) != []
-        assert all("_init_group" not in vars(optimizer) for optimizer in optimizers)
+        assert len(optim._accelerated) == 0
 
 
 def test_optimizer_restored_after_install_steps_dtensors_until_it_is_accelerated() -> None:
@@ -542,13 +545,19 @@ def test_init_group_is_called_only_until_lists_are_cached(
 
 
 def test_accelerated_step_with_sparse_gradient_raises_as_in_torch() -> None:
-    params = make_params(plain=True)
-    optimizer = optim.accelerate(torch.optim.AdamW(params))
-    train(optimizer, params)
-    plain = next(param for param in params if not isinstance(param, DTensor))
-    plain.grad = torch.ones_like(plain).to_sparse()
-    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
-        optimizer.step()
+    errors = []
+    for accelerated in (False, True):
+        params = make_params(plain=True)
+        optimizer = torch.optim.AdamW(params)
+        if accelerated:
+            optim.accelerate(optimizer)
+        train(optimizer, params)
+        plain = next(param for param in params if not isinstance(param, DTensor))
+        plain.grad = torch.ones_like(plain).to_sparse()
+        with pytest.raises(RuntimeError, match="does not support sparse gradients") as caught:
+            optimizer.step()
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("kind", ["SGD momentum", "SGD nesterov foreach", "AdamW"])

@@ -123,7 +123,7 @@ def test_equal_params_are_constructed_once_per_template(
     fake_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = count_constructed(monkeypatch)
-    sharded = fully_shard(model())
+    sharded = fully_shard(model())  # its parameters keep the templates
     assert len(made) == 3  # one each for the weights, the biases and the layers of few rows
     fully_shard(model(), mp_policy=BF16)
     assert len(made) == 6

@@ -221,7 +221,7 @@ def test_offloaded_shards_and_states_take_no_device_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "on_cpu", "states", "step", "whole"),
+    ("optimizer", "on_cpu", "state_ratio", "step_ratio", "counts_all"),
     [
         (None, False, 2, 1, True),
         ("adamw", True, 2, 2, False),
@@ -234,9 +234,10 @@ def test_offloaded_shards_and_states_take_no_device_memory() -> None:
     ],
 )
 def test_optimizer_bytes_counts_states_and_temporaries(
-    optimizer: Any, on_cpu: bool, states: float, step: float, whole: bool
+    optimizer: Any, on_cpu: bool, state_ratio: float, step_ratio: float, counts_all: bool
 ) -> None:
-    assert measure_optimizer(optimizer, torch.float32, on_cpu)[1:] == (states, step, whole)
+    measured = measure_optimizer(optimizer, torch.float32, on_cpu)
+    assert measured[1:] == (state_ratio, step_ratio, counts_all)
 
 
 def test_plan_of_8_billion_parameters_takes_less_than_6_cpu_seconds() -> None:

@@ -104,7 +104,7 @@ def with_padding(tensor: torch.Tensor) -> torch.Tensor:
     [torch.clone, with_other_strides, with_negative_bit, with_padding],
     ids=lambda c: c.__name__,
 )
-def test_replaced_shard_of_same_size_is_used(
+def test_replaced_shard_of_original_or_padded_size_is_used(
     replace: Callable[..., None], change: Change, trained: bool
 ) -> None:
     model = model_of()
@@ -263,7 +263,7 @@ def run_layers(model: Any) -> list[float]:
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("policy", [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
 def test_local_tensors_are_no_views_as_in_torch(policy: OffloadPolicy, trained: bool) -> None:
-    def change(shard: Callable[..., Any]) -> list[Any]:
+    def use_local_tensors(shard: Callable[..., Any]) -> list[Any]:
         model = equal_layers(shard, offload_policy=policy)
         x = torch.ones(2, 5)
         if trained:
@@ -280,7 +280,7 @@ def test_local_tensors_are_no_views_as_in_torch(policy: OffloadPolicy, trained: 
             torch.utils.swap_tensors(local, local.detach().clone())
         return results
 
-    assert change(fsdp_c.fully_shard) == change(fully_shard)
+    assert use_local_tensors(fsdp_c.fully_shard) == use_local_tensors(fully_shard)
 
 
 @pytest.mark.parametrize("constructor", ["of fsdp_c", "of torch"])

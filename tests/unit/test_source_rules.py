@@ -118,11 +118,6 @@ def test_only_cuda_sources_include_cuda_headers() -> None:
     assert unexpected == []
 
 
-def test_cuda_kernels_include_neither_torch_nor_python() -> None:
-    kernels = [CSRC / "kernels/kernels_cuda.cu"]
-    assert find_includes(kernels, TORCH_INCLUDE) + find_includes(kernels, PYTHON_INCLUDE) == []
-
-
 def test_include_patterns_match_headers_of_their_libraries() -> None:
     for name in (
         "torch/extension.h",

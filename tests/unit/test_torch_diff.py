@@ -121,7 +121,7 @@ def test_torch_surface_of_wheel_equals_that_of_its_unpacked_files(
     assert torch_diff.read_surface(TorchSource(wheel)) == torch_diff.read_surface(releases[0])
 
 
-def test_torch_diff_of_folder_without_torch_exits_with_error(tmp_path: Path) -> None:
+def test_torch_source_of_folder_without_torch_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="contains no torch"):
         TorchSource(tmp_path)
 
@@ -139,7 +139,7 @@ def test_torch_surface_record_keeps_digests_of_all_releases(
         record["2.0.0"][MODULE, "FSDPParam.reshard"] != record["2.1.0"][MODULE, "FSDPParam.reshard"]
     )
     assert record["2.0.0"][MODULE, "FSDPParam.added"] == "-"
-    assert (MODULE, "FSDPParam.removed") not in record["2.1.0"]  # not recorded: "?"
+    assert (MODULE, "FSDPParam.removed") not in record["2.1.0"]  # the file has "?"
     assert all(list(torch_diff.check(release, file)) == [] for release in releases)
 
 
@@ -185,6 +185,9 @@ def test_names_used_by_fsdp_c_include_imports_and_constant_names() -> None:
     names = torch_uses.list_names()
     assert "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam" in names
     assert "torch.distributed.reduce_scatter_single" in names  # hasattr(dist, "...")
+
+
+def test_is_replaced_is_true_only_for_functions_that_fsdp_c_defines() -> None:
     assert torch_uses.is_replaced(MODULE, "FSDPParam.to_sharded")
     assert not torch_uses.is_replaced(MODULE, "FSDPParam._init_sharding_spec_spmd")
 

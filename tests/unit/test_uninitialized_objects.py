@@ -113,6 +113,9 @@ def test_index_method_of_size_that_raises_or_clears_the_list_does_not_crash() ->
     sizes: list[Any] = [2] * 40
     sizes[0] = Index(sizes.clear)
     assert _C.Param(sizes, 0, 1, 0).rows == 2
+
+
+def test_param_with_post_forward_world_and_rank_in_a_list_raises() -> None:
     with pytest.raises(TypeError, match="forward must be a tuple"):
         _C.Param([4], 0, 1, 0, [1, 0])
 
@@ -154,9 +157,9 @@ def test_group_of_uninitialized_or_foreign_parameters_raises() -> None:
 def test_group_with_other_rank_or_size_than_its_parameters_raises() -> None:
     """Otherwise the buffers would be too small for the layout."""
     param: Any = _C.Param((4, 4), 0, 2, 0)
-    for link in ({"world": 4}, {"world": 2, "rank": 1}, {"world": 2, "rank": 2}, {"world": 0}):
+    for other in ({"world": 4}, {"world": 2, "rank": 1}, {"world": 2, "rank": 2}, {"world": 0}):
         with pytest.raises(ValueError, match="the parameters are not sharded for rank"):
-            make_group([param], pg_name="any", **link)
+            make_group([param], pg_name="any", **other)
     with pytest.raises(ValueError, match="in process group None"):
         make_group([param], world=2)
     group = make_group([param], pg_name="any", world=2)

@@ -59,30 +59,33 @@ def units_by_fsdp_c(
     ]
 
 
-class TestPoliciesOfTorch:
-    """Each policy gives the same modules in the same order with the same arguments as torch."""
+class TestPolicies:
+    """A policy gives the modules of torch, in torch's order and with torch's arguments.
+
+    Tests with ``ignored_index`` ignore one module; an index beyond the last module ignores none.
+    """
 
     KWARGS = {"mesh": None, "reshard_after_forward": True}
 
-    def assert_same_units(self, tree: nn.Module, policy: Any, skip: int) -> None:
+    def assert_same_units(self, tree: nn.Module, policy: Any, ignored_index: int) -> None:
         modules = list(tree.modules())[1:]
-        ignored = set(modules[skip].modules()) if skip < len(modules) else set()
+        ignored = set(modules[ignored_index].modules()) if ignored_index < len(modules) else set()
         expected = units_by_torch(tree, policy, ignored, self.KWARGS)
         assert units_by_fsdp_c(tree, policy, ignored, self.KWARGS) == expected
 
     @given(trees, classes, st.integers(0, 10))
     def test_module_wrap_policy_gives_units_of_torch(
-        self, tree: nn.Module, kinds: set[Any], skip: int
+        self, tree: nn.Module, kinds: set[Any], ignored_index: int
     ) -> None:
-        self.assert_same_units(tree, ModuleWrapPolicy(kinds), skip)
+        self.assert_same_units(tree, ModuleWrapPolicy(kinds), ignored_index)
 
     @given(trees, classes, st.integers(0, 10))
     def test_set_of_classes_gives_units_of_module_wrap_policy(
-        self, tree: nn.Module, kinds: set[Any], skip: int
+        self, tree: nn.Module, kinds: set[Any], ignored_index: int
     ) -> None:
         assume(any(isinstance(module, tuple(kinds)) for module in tree.modules()))
         modules = list(tree.modules())[1:]
-        ignored = set(modules[skip].modules()) if skip < len(modules) else set()
+        ignored = set(modules[ignored_index].modules()) if ignored_index < len(modules) else set()
         expected = units_by_torch(tree, ModuleWrapPolicy(kinds), ignored, self.KWARGS)
         assert units_by_fsdp_c(tree, kinds, ignored, self.KWARGS) == expected
 
@@ -102,38 +105,40 @@ class TestPoliciesOfTorch:
         assert units_of(wrap.plan(model, wrap_classes([Layer]))) == expected
 
     @given(trees, st.integers(0, 10))
-    def test_custom_policy_gives_units_of_torch(self, tree: nn.Module, skip: int) -> None:
+    def test_custom_policy_gives_units_of_torch(self, tree: nn.Module, ignored_index: int) -> None:
         def choose(module: nn.Module) -> bool | dict[str, Any]:
             if isinstance(module, nn.Linear):
                 return {"reshard_after_forward": False}
             return isinstance(module, Block)
 
-        self.assert_same_units(tree, CustomPolicy(choose), skip)
+        self.assert_same_units(tree, CustomPolicy(choose), ignored_index)
 
     @given(trees, st.integers(1, 2000), st.integers(0, 10))
     def test_size_based_policy_gives_units_of_torch(
-        self, tree: nn.Module, numel: int, skip: int
+        self, tree: nn.Module, numel: int, ignored_index: int
     ) -> None:
         policy = functools.partial(size_based_auto_wrap_policy, min_num_params=numel)
-        self.assert_same_units(tree, policy, skip)
+        self.assert_same_units(tree, policy, ignored_index)
 
     @given(trees, classes, st.integers(0, 10))
     def test_transformer_policy_gives_units_of_torch(
-        self, tree: nn.Module, kinds: set[Any], skip: int
+        self, tree: nn.Module, kinds: set[Any], ignored_index: int
     ) -> None:
         policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=kinds)
-        self.assert_same_units(tree, policy, skip)
+        self.assert_same_units(tree, policy, ignored_index)
 
     @given(trees, st.integers(0, 10))
-    def test_lambda_policy_gives_units_of_torch(self, tree: nn.Module, skip: int) -> None:
+    def test_lambda_policy_gives_units_of_torch(self, tree: nn.Module, ignored_index: int) -> None:
         policy = functools.partial(
             lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, (Block, nn.Conv1d))
         )
-        self.assert_same_units(tree, policy, skip)
+        self.assert_same_units(tree, policy, ignored_index)
 
     @given(trees, st.integers(0, 10))
-    def test_always_wrap_policy_gives_units_of_torch(self, tree: nn.Module, skip: int) -> None:
-        self.assert_same_units(tree, always_wrap_policy, skip)
+    def test_always_wrap_policy_gives_units_of_torch(
+        self, tree: nn.Module, ignored_index: int
+    ) -> None:
+        self.assert_same_units(tree, always_wrap_policy, ignored_index)
 
     @given(trees, st.sampled_from([1, 10, 900]))
     def test_policy_with_full_precision_classes_gives_units_of_torch(

@@ -115,7 +115,7 @@ TRANSPORT_MUTATIONS = {
         "test_agreement",
         "[  FAILED  ] collective_after_an_interrupted_agreement_finishes_it",
     ),
-    "agreement in flight counts as a wait of the next one": Mutation(
+    "interrupted agreement waits although no agreement is needed": Mutation(
         "negotiation",
         "    return op_agreement_is_needed(&n->agreement) && (finishes || compares);",
         "    return finishes || (op_agreement_is_needed(&n->agreement) && compares);",
@@ -257,7 +257,7 @@ TRANSPORT_MUTATIONS = {
         "test_agreement",
         "[  FAILED  ] label_is_readable_until_its_entry_is_the_next_to_be_overwritten",
     ),
-    "agreement starts before round 1 is read": Mutation(
+    "agreement does not read round 1 first": Mutation(
         "negotiation",
         "    if (needed && n->capabilities != NULL &&",
         "    if (n->agreement.count == UINT64_MAX &&",
