@@ -138,6 +138,7 @@ def test_replaced_lazy_init_of_comm_context_provides_streams() -> None:
             step(model)
         step(model)
         context = model._get_fsdp_state()._comm_ctx
+        # Each read of the attribute returns the same object.
         assert context.all_gather_stream is context.all_gather_stream
         has_grads.append([parameter.grad is not None for parameter in model.parameters()])
         assert context.post_forward_order == []

@@ -252,7 +252,10 @@ def test_mesh_info_without_reduce_scatter_group_trains(
 
 
 def list_boundary_calls(action: Callable[[], object]) -> list[str]:
-    """Returns the fallible functions that ``action`` calls, by a fault in each of them in turn."""
+    """Returns the names of the fallible functions of the bridge that ``action`` calls.
+
+    Makes each of them fail in turn.
+    """
     names: list[str] = []
     while True:
         _C._testing.fault_arm(len(names) + 1)

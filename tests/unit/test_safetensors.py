@@ -124,6 +124,8 @@ class TestFile:
         (tmp_path / "a").write_bytes(content)
         with pytest.raises(ValueError, match=r"is not a safetensors file: .*header"):
             SafetensorsFile(tmp_path / "a")
+
+    def test_safetensors_file_that_is_a_folder_raises(self, tmp_path: Path) -> None:
         with pytest.raises(OSError, match=str(tmp_path)):
             SafetensorsFile(tmp_path)
 

@@ -99,24 +99,27 @@ class Job:
         position.line = "train.py:57 in load_batch"
         return position
 
-    def find_exit(self, chance: float) -> float:
+    def find_exit(self, phase: float) -> float:
         """Returns the time at which the process of a waiting rank begins to end."""
-        return FAILURE + chance / 10 if self.case == "ends" else math.inf
+        return FAILURE + phase / 10 if self.case == "ends" else math.inf
 
-    def end_process(self, rank: int, chance: float) -> None:
+    def end_process(self, rank: int, phase: float) -> None:
         """Does what the main thread of a rank does at its end."""
-        self.clock.wait(self.find_exit(chance))
+        self.clock.wait(self.find_exit(phase))
         self.monitors[rank]._stopped = True
 
-    def run_rank(self, rank: int, chance: float) -> None:
-        """Runs the checks of one monitor, as its thread does."""
+    def run_rank(self, rank: int, phase: float) -> None:
+        """Runs the checks of one monitor, as its thread does.
+
+        ``phase`` is the fraction of an interval before its first check.
+        """
         self.thread_ranks[threading.get_ident()] = rank
         is_culprit = rank == self.culprit
         if is_culprit and self.case == "never started":
             return
         monitor = self.monitors[rank]
         monitor.publish_start()
-        self.clock.wait(chance * monitor._interval)
+        self.clock.wait(phase * monitor._interval)
         counted: int | None = None
         while self.clock.now < END:
             if is_culprit and self.case in ("does not answer", "ends") and self.clock.now > START:
@@ -128,7 +131,7 @@ class Job:
             if rank in self.result.reports:
                 break
             seconds = stall_monitor.WAIT_INTERVAL if waits else monitor._interval
-            exit_at = self.find_exit(chance)
+            exit_at = self.find_exit(phase)
             self.clock.wait(max(0.0, min(seconds, exit_at - self.clock.now)))
             if self.clock.now >= exit_at:
                 monitor._check_end()
@@ -141,20 +144,22 @@ class Job:
         self.result.reports.setdefault(self.get_rank(), (self.clock.now - START, report))
 
     def run(self) -> Result:
-        chance = random.Random(self.world)
-        modules = SimpleNamespace(monotonic=lambda: self.clock.now, sleep=self.clock.wait)
-        times = SimpleNamespace(time=lambda: self.clock.now)
-        names = SimpleNamespace(gethostname=lambda: f"host{self.get_rank() // RANKS_OF_A_HOST}")
+        generator = random.Random(self.world)
+        time_module = SimpleNamespace(monotonic=lambda: self.clock.now, sleep=self.clock.wait)
+        wall_clock = SimpleNamespace(time=lambda: self.clock.now)
+        socket_module = SimpleNamespace(
+            gethostname=lambda: f"host{self.get_rank() // RANKS_OF_A_HOST}"
+        )
         dist = SimpleNamespace(get_rank=self.get_rank, get_world_size=lambda: self.world)
         patches = [
-            mock.patch.object(stall_monitor, "time", modules),
+            mock.patch.object(stall_monitor, "time", time_module),
             mock.patch.object(stall_monitor, "dist", dist),
             mock.patch.object(stall_monitor, "_get_default_group", lambda: self),
             mock.patch.object(
                 stall_monitor, "_get_default_store", lambda: self.stores[self.get_rank()]
             ),
             mock.patch.object(departures, "dist", dist),
-            mock.patch.object(departures, "time", modules),
+            mock.patch.object(departures, "time", time_module),
             mock.patch.object(departures, "_get_default_group", lambda: self),
             mock.patch.object(
                 departures, "_get_default_store", lambda: self.stores[self.get_rank()]
@@ -167,8 +172,8 @@ class Job:
             mock.patch.object(stall_monitor, "find_interrupted_pass", lambda: ""),
             mock.patch.object(stall_monitor.logger, "warning", self.add_report),
             mock.patch.object(StallMonitor, "_write_records", lambda monitor: "file"),
-            mock.patch.object(stall_report, "time", times),
-            mock.patch.object(stall_report, "socket", names),
+            mock.patch.object(stall_report, "time", wall_clock),
+            mock.patch.object(stall_report, "socket", socket_module),
             mock.patch.object(stall_report, "read_process_state", lambda pid: "Z"),
         ]
         with contextlib.ExitStack() as stack:
@@ -177,17 +182,17 @@ class Job:
             for _ in range(self.world):
                 self.departures.append(departures.Departures())
                 self.monitors.append(StallMonitor(LIMIT))
-            chances = [chance.random() for _ in range(self.world)]
-            threads = [functools.partial(self.run_rank, *part) for part in enumerate(chances)]
+            phases = [generator.random() for _ in range(self.world)]
+            threads = [functools.partial(self.run_rank, *part) for part in enumerate(phases)]
             if self.case == "ends":
                 threads += [
-                    functools.partial(self.end_process, *part) for part in enumerate(chances)
+                    functools.partial(self.end_process, *part) for part in enumerate(phases)
                 ]
             self.clock.run(threads)
         return self.result
 
 
-make_position = stall_report.make_position
+make_position = stall_report.make_position  # the function that Job.make_position replaces
 
 
 @functools.cache
