@@ -240,7 +240,7 @@ def test_globals_and_thread_locals_are_listed_with_a_reason() -> None:
     assert list_globals() == {file: set(names) for file, names in GLOBALS.items()}
 
 
-def test_list_globals_finds_variables_of_every_scope(tmp_path: Path) -> None:
+def test_mutable_globals_and_functions_of_every_scope_are_listed(tmp_path: Path) -> None:
     source = tmp_path / "sample.cpp"
     source.write_text("""
 // static int comment;

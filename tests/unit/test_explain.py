@@ -313,13 +313,13 @@ def test_explain_of_model_sharded_by_torch_raises(trained_before: bool) -> None:
         quiet_explain(model)
 
 
-@pytest.mark.parametrize(("variable", "count"), [("", 8), ("4", 4)])
-def test_ranks_of_a_node_are_read_from_the_environment(
-    variable: str, count: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("variable", "has_advice"), [("", False), ("8", False), ("4", True)])
+def test_explain_reads_number_of_ranks_of_a_node_from_local_world_size(
+    variable: str, has_advice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", variable)
     advice = fsdp_c.explain(sharded(), memory="1GiB", file=io.StringIO()).advice
-    assert any("2 nodes of 4 ranks" in str(line) for line in advice) is (count == 4)
+    assert any("2 nodes of 4 ranks" in str(line) for line in advice) is has_advice
 
 
 # ---- optimizers ----------------------------------------------------------------------------------
@@ -344,10 +344,10 @@ class Configured(torch.optim.SGD):
 
 
 def get_state_bytes(explanation: Explanation) -> int:
+    """Returns the bytes of optimizer states in the first sample that has any."""
     states = step_memory.KINDS.index("optimizer states")
-    return explanation.timeline.samples[0].bytes[states] or next(
-        sample.bytes[states] for sample in explanation.timeline.samples if sample.bytes[states]
-    )
+    samples = explanation.timeline.samples
+    return next(sample.bytes[states] for sample in samples if sample.bytes[states])
 
 
 @pytest.mark.parametrize(
@@ -391,11 +391,11 @@ def test_states_of_optimizer_that_cannot_be_measured_are_counted_after_its_step(
     assert get_state_bytes(explanation) == states and explanation.knows_optimizer
 
 
-def test_explain_counts_states_of_parameters_of_the_optimizer_only() -> None:
+def test_explain_counts_states_of_trained_parameters_of_the_optimizer_only() -> None:
     model = sharded()
     model.blocks[0].requires_grad_(False)
-    optimizer = torch.optim.SGD([*model.blocks[0].parameters(), *model.blocks[1].parameters()])
-    optimizer.defaults["momentum"] = 0.9
+    params = [*model.blocks[0].parameters(), *model.blocks[1].parameters()]
+    optimizer = torch.optim.SGD(params, momentum=0.9)
     explanation = quiet_explain(model, optimizer)
     assert get_state_bytes(explanation) == explanation.units[2].shard_bytes
 

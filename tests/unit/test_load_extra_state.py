@@ -86,7 +86,7 @@ class WithNone(nn.Linear):
         destination[prefix + "scale"] = None
 
 
-def test_load_of_tensor_for_parameter_that_is_none_raises(fake_group: int) -> None:
+def test_load_of_tensor_for_entry_that_is_none_in_the_model_raises(fake_group: int) -> None:
     full = dict(nn.Linear(2, 2).state_dict()) | {"scale": torch.ones(1)}
     with pytest.raises(RuntimeError, match="scale: a tensor in the checkpoint, none in the model"):
         load_full_state_dict(fully_shard(WithNone(2, 2)), full)

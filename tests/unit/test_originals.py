@@ -99,9 +99,9 @@ def test_find_original_of_method_wrapped_by_torch_compiler_disable_returns_the_m
 def test_find_undecorated_of_wrapped_fully_shard_returns_undecorated_function(
     monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
-    key: Any = torch_module.fully_shard.__wrapped__  # type: ignore[attr-defined]
+    undecorated: Any = torch_module.fully_shard.__wrapped__  # type: ignore[attr-defined]
     monkeypatch.setattr(torch_module, "fully_shard", wrap(torch_module.fully_shard))
-    assert originals.find_undecorated(torch_module, "fully_shard") is key
+    assert originals.find_undecorated(torch_module, "fully_shard") is undecorated
 
 
 def test_find_undecorated_of_opaque_replacement_raises_with_the_remedy(
@@ -123,15 +123,15 @@ def test_wrapper_with_the_decorator_no_grad_is_not_torchs_function() -> None:
     assert not originals.is_torch_function(torch.no_grad()(functor), module, name)
 
 
-def test_guard_expects_no_object_where_a_function_replaced_a_static_method(
+def test_guard_entry_of_replaced_static_method_has_no_expected_object(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = RegisterPostBackwardFunction.backward
-    monkeypatch.setattr(RegisterPostBackwardFunction, "backward", pass_through(own))
-    ((_, _, expected, also, _),) = guard._list_class_attributes(
-        RegisterPostBackwardFunction, ("backward",), 1
-    )
-    assert (expected, also) == (None, None)
+    node, own = RegisterPostBackwardFunction, RegisterPostBackwardFunction.backward
+    [(*_, expected, also_accepted, _)] = guard._list_class_attributes(node, ("backward",), 1)
+    assert (expected, also_accepted) == (vars(node)["backward"], own)
+    monkeypatch.setattr(node, "backward", pass_through(own))
+    [(*_, expected, also_accepted, _)] = guard._list_class_attributes(node, ("backward",), 1)
+    assert (expected, also_accepted) == (None, None)
 
 
 def test_guard_of_replaced_resize_expects_torchs_method(monkeypatch: pytest.MonkeyPatch) -> None:

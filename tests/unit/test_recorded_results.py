@@ -102,6 +102,12 @@ def test_recorded_benchmark_results_omit_memory_samples_and_round_floats() -> No
         "models": {"memory": {"torch": {"forward": 1.2346}}},
         "ms": [12346.0, 2],
     }
+
+
+def test_folder_of_recorded_benchmark_results_has_the_name_of_the_torch_release() -> None:
+    pytest.importorskip("matplotlib")
+    import record_results
+
     assert record_results.find_folder({"torch": "2.15.0+cu132"}).name == "torch-2.15"
 
 

@@ -112,7 +112,7 @@ def test_group_with_symmetric_memory_does_not_use_fallback(
         assert not group._uses_fallback_reduce
 
 
-def test_limit_of_input_buffers_of_older_releases_is_that_of_torch(
+def test_check_of_max_input_buffers_for_older_torch_raises_error_of_torch(
     fake_group: int, calls: list[str]
 ) -> None:
     model = build(fully_shard, init_device_mesh("cpu", (8,)))
@@ -151,7 +151,7 @@ def test_patched_method_of_symmetric_memory_is_called(
 def test_comm_object_with_attribute_set_by_user_uses_fallback(
     fake_group: int, calls: list[str]
 ) -> None:
-    model = build(fully_shard, init_device_mesh("cpu", (8,)))
+    model, expected = (build(fully_shard, init_device_mesh("cpu", (8,))) for _ in range(2))
     set_symmetric_memory(model)
     for group in param_groups_of(model):
         comm = group._all_gather_comm
@@ -159,6 +159,7 @@ def test_comm_object_with_attribute_set_by_user_uses_fallback(
         group._all_gather_comm = comm
         assert group._uses_fallback_gather
         assert not group._uses_fallback_reduce
+    assert step(model) == step(expected)
 
 
 @pytest.mark.parametrize("shard", SHARD_FUNCTIONS)

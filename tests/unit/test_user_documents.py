@@ -36,7 +36,7 @@ def prose(path: Path) -> str:
 
 @functools.cache
 def anchors(path: Path) -> frozenset[str]:
-    """Returns the anchors of a document's headings, as sites of Markdown make them."""
+    """Returns the anchors that GitHub and MkDocs generate for a document's headings."""
     names = (re.sub(r"[^\w\- ]", "", title.lower()) for title in HEADING.findall(prose(path)))
     return frozenset(name.replace(" ", "-") for name in names)
 
