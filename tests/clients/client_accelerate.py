@@ -41,7 +41,7 @@ class Job:
         self.model, self.optimizer, self.loader, self.schedule = prepared
 
     def steps(self, report: Report, first: int = 0, last: int = 3) -> None:
-        """Trains on batches ``first`` to ``last`` of the loader's first epoch."""
+        """Trains on the batches of the loader from ``first`` to ``last - 1``."""
         for batch in list(self.loader)[first:last]:
             with self.accelerator.accumulate(self.model):
                 loss = self.model(**batch).loss

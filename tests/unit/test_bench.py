@@ -223,6 +223,11 @@ def test_benchmark_option_that_is_not_a_positive_integer_is_refused(text: str) -
     for parse in (ranks.parse_positive, ranks.parse_tens):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a positive integer"):
             parse(text)
+
+
+def test_parse_tens_accepts_only_multiples_of_10() -> None:
+    import ranks
+
     with pytest.raises(argparse.ArgumentTypeError, match="15 is not a multiple of 10"):
         ranks.parse_tens("15")
     assert ranks.parse_tens("20") == 20

@@ -136,7 +136,7 @@ class TestParamToFqns:
         first_names = {fqns[0] for fqns in names.param_to_fqns(make_model("checkpoint")).values()}
         assert first_names == expected
 
-    def test_param_to_fqns_removes_module_only_of_ddp(self, gloo_group: None) -> None:
+    def test_param_to_fqns_removes_component_module_of_ddp_only(self, gloo_group: None) -> None:
         inner = nn.Module()
         inner.module = nn.Linear(2, 2)
         ddp = nn.parallel.DistributedDataParallel(inner)
@@ -170,7 +170,7 @@ class TestParamToFqns:
         fully_shard(model)
         assert list(names.param_to_fqns(model, dedup).values()) == before
 
-    def test_param_to_fqns_of_module_without_remove_duplicate_argument_works(self) -> None:
+    def test_param_to_fqns_accepts_named_parameters_without_remove_duplicate(self) -> None:
         class ModuleWithOldSignature(nn.Module):
             def __init__(self) -> None:
                 super().__init__()

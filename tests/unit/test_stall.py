@@ -31,6 +31,7 @@ from fsdp_c._tools import stall, timeline_plot
 
 HEADER = Path(__file__).resolve().parents[2] / "csrc/core/recorder.h"
 SECOND = 10**9
+WAITING, COMPLETE = 1, 2  # values of fc_record_state
 
 
 def make_record(number: int, modules: str, **fields: Any) -> records.Record:
@@ -120,7 +121,7 @@ def test_record_file_replaces_regular_files_of_this_user_only(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", [b"", b"{}\n", b"[1]\n", b'{"fsdp_c": "records"}\nx'])
-def test_stall_command_refuses_file_without_records_of_fsdp_c(text: bytes, tmp_path: Path) -> None:
+def test_read_of_file_without_records_of_fsdp_c_raises(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(text)
     with pytest.raises(ValueError, match="has no records of fsdp_c"):
         records.read_file(str(tmp_path / "other"))
@@ -357,7 +358,7 @@ def test_stall_signal_that_cannot_have_a_handler_raises(
         records.write_on_signals(records.make_path(0), 0, 2)
 
 
-def test_second_stall_monitor_of_a_process_registers_no_second_file(
+def test_stall_signal_registers_one_file_for_each_rank_of_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths: list[str] = []
@@ -393,17 +394,15 @@ def no_roots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_interrupted_pass_of_a_freed_model_is_kept_until_the_next_model(
     single_group: int, no_roots: None
 ) -> None:
-    def make() -> Any:
-        return fsdp_c.fully_shard(nn.Linear(4, 4))
-
-    model = make()
+    model: Any = fsdp_c.fully_shard(nn.Linear(4, 4))
     with pytest.raises(RuntimeError) as raised:
         model(torch.ones(2, 3))
     del raised  # its traceback refers to the model
     assert roots.find_interrupted_pass() == "forward"
     del model
     assert roots.find_interrupted_pass() == "forward"
-    make()(torch.ones(2, 4))
+    other: Any = fsdp_c.fully_shard(nn.Linear(4, 4))
+    other(torch.ones(2, 4))
     assert roots.find_interrupted_pass() == ""
 
 
@@ -434,15 +433,16 @@ def test_interrupted_pass_is_read_while_other_threads_add_roots(no_roots: None) 
 
 
 def write_rank(
-    folder: Path, rank: int, modules: list[str], last_state: int = 2, **facts: Any
+    folder: Path, rank: int, modules: list[str], last_state: int = COMPLETE, **facts: Any
 ) -> str:
+    """Writes the file of a rank, with a record for each unit, and returns its path."""
     header = json.loads(records.make_header(rank, 2)) | {"clock_offset": 0, "written": 0} | facts
     data = json.dumps(header).encode() + b"\n"
     for number, name in enumerate(modules, 1):
-        is_last = number == len(modules)
+        state = last_state if number == len(modules) else COMPLETE
+        begin, end = number * SECOND, 0 if state == WAITING else (number + 1) * SECOND
         data += records._RECORD.pack(
-            number, number * SECOND, number * SECOND, 0 if is_last and last_state == 1
-            else (number + 1) * SECOND, 0, 1, 0, 0, last_state if is_last else 2, rank, 2,
+            number, begin, begin, end, 0, 1, 0, 0, state, rank, 2,
             b"0".ljust(24, b"\0"), name.encode().ljust(48, b"\0"),
         )  # fmt: skip
     path = folder / f"rank{rank}.records"
@@ -454,7 +454,7 @@ def test_stall_command_names_the_first_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [
-        write_rank(tmp_path, 0, ["a", "b", "c"], last_state=1),
+        write_rank(tmp_path, 0, ["a", "b", "c"], last_state=WAITING),
         write_rank(tmp_path, 1, ["b", "d"]),
     ]
     plot, trace = tmp_path / "plot.png", tmp_path / "trace.json"
@@ -490,7 +490,7 @@ def test_stall_command_aligns_files_that_begin_between_equal_collectives(
 ) -> None:
     """The ranks hold four records each, and rank 0 is ahead by one. Two models have a unit 'a'."""
     files = [
-        write_rank(tmp_path, 0, ["a", "b", "c", "d"], last_state=1),
+        write_rank(tmp_path, 0, ["a", "b", "c", "d"], last_state=WAITING),
         write_rank(tmp_path, 1, ["a", "a", "b", "c"]),
     ]
     assert stall.main(files) == 1
@@ -501,7 +501,7 @@ def test_stall_command_aligns_files_that_begin_between_equal_collectives(
     ) in capsys.readouterr().out
 
 
-def test_stall_command_refuses_other_files_and_two_files_of_a_rank(
+def test_stall_command_refuses_missing_file_and_two_files_of_a_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_rank(tmp_path, 0, ["a"])
@@ -591,7 +591,7 @@ def test_recorded_wait_that_did_not_end_lasts_until_the_file_was_written(tmp_pat
     """The header of a file that a signal handler writes is older than its records."""
     plot = tmp_path / "plot.png"
     for written, length in ((11 * SECOND, 10 * SECOND), (0, 1)):
-        file = write_rank(tmp_path, 0, ["a"], last_state=1, written=written)
+        file = write_rank(tmp_path, 0, ["a"], last_state=WAITING, written=written)
         (spans,) = stall.make_spans(stall.read_ranks([file]), 1).values()
         assert [span.length for span in spans] == [length, length]
         pytest.importorskip("matplotlib")

@@ -27,7 +27,7 @@ C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
 HASH_COMMENTS = {".sh", ".toml", ".yaml", ".yml"}
 NAMES_WITH_COMMENTS = {"CMakeLists.txt", "Makefile", "run"}
 MAX_WORDS = 25
-"""Words of a sentence that is not counted as long."""
+"""A sentence of more words is long."""
 
 
 PROSE = {
