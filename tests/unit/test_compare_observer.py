@@ -106,6 +106,9 @@ def test_compare_takes_parameter_names_from_the_outermost_module() -> None:
     found = compare_digests.find_parameter_names()
     assert found[id(inner.weight)] == "first.0.weight"
     assert found[id(outer.second.bias)] == "second.bias"
+
+
+def test_compare_removes_the_wrapper_names_of_fsdp_c_names() -> None:
     assert compare_digests.WRAPPERS == names._WRAPPERS
 
 

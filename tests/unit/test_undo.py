@@ -458,7 +458,7 @@ def test_undo_deletes_the_override_of_an_inherited_attribute() -> None:
     assert "value" not in vars(Derived) and Derived.value == 1
 
 
-def test_change_below_a_newer_value_is_not_applied_again(registry: Any) -> None:
+def test_change_covered_by_a_newer_value_is_not_applied_again(registry: Any) -> None:
     owner = SimpleNamespace(value=0)
     registry.apply_with_first_model("value", lambda: registry.set_attribute(owner, "value", 1))
     lease = registry.lease()

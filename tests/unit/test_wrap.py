@@ -60,9 +60,9 @@ class TestHelpers:
 
     @given(trees, classes, st.integers(0, 20))
     def test_managed_parameters_and_their_names_equal_torch(
-        self, tree: nn.Module, kinds: set[Any], skip: int
+        self, tree: nn.Module, kinds: set[Any], first_ignored: int
     ) -> None:
-        ignored = set(list(tree.parameters())[skip : skip + 2])
+        ignored = set(list(tree.parameters())[first_ignored : first_ignored + 2])
         visited: set[nn.Module] = set()
         visited_by_torch: set[nn.Module] = set()
         for name, module in _wrap_utils._get_post_order_named_modules(tree):
@@ -467,14 +467,12 @@ class TestTiedWeights:
         model = nn.Sequential(x, y)
         y.part1.weight = a.weight
         x.part1.bias = b.bias
-        classes = {nn.Linear, Block}
         policy = CustomPolicy(lambda m: m in (a, b, x, y))
         with (
             pytest.raises(ValueError, match="put these units inside one another"),
             pytest.warns(UserWarning, match="become one unit"),
         ):
             wrap.plan(model, policy)
-        assert units_of(wrap.plan(nn.Sequential(nn.Linear(2, 2)), classes)) == [("0",), ("",)]
 
     @settings(max_examples=200)
     @given(st.data())
