@@ -91,7 +91,7 @@ class App(Stateful):
 
 
 def case_sharded(report: Report) -> None:
-    """Saves and continues to train. A new model loads the checkpoint and trains equally."""
+    """Saves and continues to train. A new model loads the checkpoint and trains the same steps."""
     model, optimizer = build()
     train_steps(report, model, optimizer, 2)
     dcp.save({"app": App(model, optimizer)}, checkpoint_id=report.files / "sharded")

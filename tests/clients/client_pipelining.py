@@ -1,6 +1,6 @@
 """Pipeline stages sharded by FSDP2, with every schedule of ``torch.distributed.pipelining``.
 
-The scripts use four ranks: two pipeline ranks by two data-parallel ranks.
+The script uses four ranks: two pipeline ranks by two data-parallel ranks.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def test_installed_build_and_build_without_record_are_compatible() -> None:
     ("version", "fits"),
     [("2.13.0+cpu", True), ("2.13.1", True), ("2.13.0+cu130", True), ("2.14.0", False)],
 )
-def test_build_for_torch_of_same_minor_release_is_compatible(
+def test_build_is_compatible_only_with_torch_of_the_same_minor_release(
     version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")

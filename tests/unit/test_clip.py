@@ -124,10 +124,14 @@ class TestParityWithTorch:
         )
         compare(module, 0.5)
 
-    def test_clip_of_gradients_scaled_by_several_threads_matches_torch(
+    def test_clip_of_gradients_scaled_by_torch_and_by_kernels_matches_torch(
         self, fake_group: int
     ) -> None:
-        compare(sharded_module([(8 * 300, 200), (64, 8)]), 0.5)
+        """torch scales a gradient of more than ``_PARALLEL_NUMEL`` elements."""
+        module = sharded_module([(8 * 300, 200), (64, 8)])
+        large, small = (param._local_tensor.numel() for param in module.parameters())
+        assert large > grad_norm._PARALLEL_NUMEL > small
+        compare(module, 0.5)
 
     @settings(max_examples=50)
     @given(st.lists(st.integers(0, 300), min_size=1, max_size=12), st.floats(1e-3, 1e3))
@@ -169,8 +173,7 @@ class TestDefaults:
     def test_default_dtype_does_not_change_total_norm(
         self, fake_group: int, dtype: torch.dtype, norm_type: float
     ) -> None:
-        # For the 2-norm, torch scales the first gradient (more than _PARALLEL_NUMEL elements), and
-        # fsdp_c's kernels the second.
+        # For the 2-norm, torch scales the first gradient, and fsdp_c's kernels the second.
         module = sharded_module([(8 * 300, 200), (64, 8)])
         totals = self.clipped(module, norm_type)
         torch.set_default_dtype(dtype)
@@ -200,6 +203,7 @@ class TestDefaults:
 
     @staticmethod
     def clipped(module: nn.Module, norm_type: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Clips gradients that are equal in each call. Returns the total norm and the gradients."""
         kept = list(module.parameters())
         with torch.device("cpu"):
             for i, param in enumerate(kept):

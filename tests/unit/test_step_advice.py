@@ -68,16 +68,16 @@ def measure_step(
     model: nn.Module,
     batch: Any = BATCH,
     set_up: Callable[[int], object] = lambda _: None,
-    of: int = 1,
+    microbatches: int = 1,
 ) -> Cost:
-    """Returns the cost of the second of two steps of ``of`` microbatches.
+    """Returns the cost of the second of two steps.
 
     ``set_up(i)`` is called before microbatch ``i``.
     """
     for _ in range(2):
         counter = _CollectiveCounter()
         with counter:
-            for microbatch in range(of):
+            for microbatch in range(microbatches):
                 set_up(microbatch)
                 model(batch).float().sum().backward()
     counts = counter.counts
@@ -115,7 +115,7 @@ def test_explained_received_bytes_are_those_of_a_step(
 ) -> None:
     model = shard(Chain(), reshard_after_forward=reshard)
     received = explain(model, microbatches=microbatches).received
-    assert abs(received["shard"] - measure_step(model, of=microbatches).received) <= 1
+    assert abs(received["shard"] - measure_step(model, microbatches=microbatches).received) <= 1
     assert received["replicate"] == 0
 
 
@@ -198,7 +198,7 @@ def test_checkpointed_embedding_is_gathered_for_its_recomputation() -> None:
     assert not has_advice(explain(after, TOKENS), "checkpoint")
 
 
-def test_advice_says_that_gather_of_embedding_in_backward_is_not_needed() -> None:
+def test_embedding_that_is_gathered_in_backward_gets_advice() -> None:
     model = sharded_embedding(Embedded())
     advice = find_advice(explain(model, TOKENS), "set_unshard_in_backward(False)")
     before = measure_step(model, TOKENS)
@@ -236,10 +236,10 @@ def test_frozen_units_are_gathered_for_each_microbatch(microbatches: int) -> Non
     model = shard(model)
     advice = find_advice(explain(model, microbatches=microbatches), "are frozen")
     assert advice.saves.gathers == 4 * microbatches
-    before = measure_step(model, of=microbatches)
+    before = measure_step(model, microbatches=microbatches)
     for unit in model.blocks[:2]:
         exec(advice.code.partition(": ")[2], {"unit": unit})
-    assert_saves(advice, before, measure_step(model, of=microbatches))
+    assert_saves(advice, before, measure_step(model, microbatches=microbatches))
     assert not has_advice(explain(model), "are frozen")
 
 
@@ -262,16 +262,16 @@ def test_advised_all_reduce_after_the_last_microbatch_saves_the_predicted_collec
     model = hybrid()
     advice = find_advice(explain(model, microbatches=4), "set_requires_all_reduce")
     assert advice.saves.all_reduces == 3 * 4
-    before = measure_step(model, of=4)
+    before = measure_step(model, microbatches=4)
 
     def set_up(microbatch: int) -> None:
         exec(advice.code, {"model": model, "is_last_microbatch": microbatch == 3})
 
-    assert_saves(advice, before, measure_step(model, set_up=set_up, of=4))
+    assert_saves(advice, before, measure_step(model, set_up=set_up, microbatches=4))
     assert not has_advice(explain(model), "set_requires_all_reduce")
 
 
-def test_gradient_norm_over_all_ranks_counts_replicas() -> None:
+def test_advice_about_gradient_norm_has_the_factor_of_the_replicas() -> None:
     advice = find_advice(explain(hybrid(4)), "gradient norm")
     assert "each of 4 replicas and is 2 times too large" in str(advice)
     assert "Saves" not in str(advice)
@@ -428,9 +428,12 @@ def test_explain_does_not_report_compiled_blocks() -> None:
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-def test_microbatches_must_be_a_positive_integer() -> None:
+def test_explain_with_no_microbatches_raises() -> None:
     with pytest.raises(ValueError, match="microbatches is positive, not 0"):
         explain(shard(Chain()), microbatches=0)
+
+
+def test_plan_with_ranks_per_node_that_is_not_an_integer_raises() -> None:
     with pytest.raises(TypeError, match="ranks_per_node is an integer, not 'eight'"):
         fsdp_c.plan(Chain(), world_size=8, ranks_per_node="eight")  # type: ignore[arg-type]
 
