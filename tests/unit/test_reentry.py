@@ -196,7 +196,7 @@ class AddsInputs(nn.Module):
 
 
 def hand_over_kwargs(module: nn.Module, kwargs: dict[str, torch.Tensor]) -> None:
-    """The hooks of ``fully_shard`` receive ``kwargs``, which the test can change."""
+    """Makes the hooks of ``fully_shard`` receive the dict ``kwargs``, which the test can change."""
 
     def replace(unused: nn.Module, args: Any, forward_kwargs: Any) -> Any:
         kwargs.update(forward_kwargs)

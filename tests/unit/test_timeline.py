@@ -61,7 +61,7 @@ STEP_ON_CPU = [
 
 
 def test_trace_spans_of_cpu_step_cover_it_without_gaps() -> None:
-    all_spans = make_spans(STEP_ON_CPU[::-1])
+    all_spans = make_spans(STEP_ON_CPU[::-1])  # the order of the events does not matter
     assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 115, 170)]
     assert spans_in_lane(all_spans, REDUCE) == [(REDUCE, "a", 540, 700)]
     assert spans_in_lane(all_spans, COMPUTE) == [
