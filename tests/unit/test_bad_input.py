@@ -216,7 +216,9 @@ def test_errors_of_calls_with_dp_mesh_dims_are_those_of_torch_without_notes(
     for kwargs in ({}, {"reshard_after_forward": 2}):
         messages = []
         for shard in (torch_fully_shard, fully_shard):
-            with pytest.raises((ValueError, NotImplementedError), match="DTensors|as int") as error:
+            with pytest.raises(
+                (ValueError, NotImplementedError), match=r"DTensors|as int"
+            ) as error:
                 shard(nn.Linear(8, 8), mesh=mesh, dp_mesh_dims=dims, **kwargs)
             messages.append(traceback.format_exception_only(error.value))  # with notes
         assert messages[0] == messages[1]
