@@ -264,6 +264,7 @@ def test_replaced_parameters_are_reduced_in_buckets(single_group: int) -> None:
     def train() -> list[torch.Tensor]:
         module.zero_grad()
         module(x).sum().backward()
+        assert len(group_of(module)._buckets) == 6
         return [param.grad.to_local().clone() for param in module.parameters()]
 
     expected = train()

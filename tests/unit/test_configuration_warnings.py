@@ -300,11 +300,21 @@ def test_classes_without_hash_train(logged: Logged) -> None:
 def test_failing_checks_of_parameters_do_not_raise(
     logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = sharded()
-    monkeypatch.setattr(lint_params, "_check_optimizer", lambda *_: 1 / 0)
-    monkeypatch.setattr(lint_params, "iterate_registrations", lambda *_: 1 / 0)
+    model, called = sharded(), set()
+
+    def make_failing(name: str) -> Callable[..., None]:
+        def fail(*unused: Any) -> None:
+            called.add(name)
+            raise ZeroDivisionError
+
+        return fail
+
+    checks = ("_check_optimizer", "iterate_registrations")
+    for name in checks:
+        monkeypatch.setattr(lint_params, name, make_failing(name))
     model.head.weight = nn.Parameter(model.head.weight.detach())
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert called == set(checks)
 
 
 # ---- units ---------------------------------------------------------------------------------------

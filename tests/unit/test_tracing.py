@@ -141,12 +141,13 @@ def test_allow_mutation_on_saved_tensors_with_reshard_raises(fake_group: int) ->
 
 
 def test_allow_mutation_on_saved_tensors_without_reshard_trains(fake_group: int) -> None:
-    model = fully_shard(make_model())  # a root is not resharded after forward
-    train_with_mutation_allowed(model)
+    root_only = fully_shard(make_model())  # a root is not resharded after forward
     blocks = make_model()
     fully_shard(blocks[0], reshard_after_forward=False)
     fully_shard(blocks)
-    train_with_mutation_allowed(blocks)
+    for model in (root_only, blocks):
+        train_with_mutation_allowed(model)
+        assert all(param.grad is not None for param in model.parameters())
 
 
 @pytest.mark.parametrize("has_replicas", [False, True])
