@@ -366,7 +366,7 @@ MUTATIONS = {
         "test_gather_extended",
         "[  FAILED  ] extension_hooks_run_before_gather",
     ),
-    "failed copy-out does not abandon the gather": Mutation(
+    "failed copy-out does not abandon a gather with extensions": Mutation(
         "gather",
         "if (a->pending.extended || a->pending.uses_fallback) {",
         "if (a->pending.uses_fallback) {",

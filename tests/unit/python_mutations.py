@@ -25,7 +25,7 @@ PYTHON_MUTATIONS = {
         "unit/test_optim.py::test_backward_of_graph_from_before_a_step_raises",
         "DID NOT RAISE",
     ),
-    "recipe of an optimizer ignores that an option became zero": PythonMutation(
+    "recipe of an optimizer ignores whether an option is zero": PythonMutation(
         "optim.py",
         "return type(value), bool(value), value < 0",
         "return (type(value),)",
@@ -130,7 +130,7 @@ PYTHON_MUTATIONS = {
         "unit/test_departures.py::test_departing_rank_stores_its_decision_before_it_issues",
         "KeyError: 'key/decision'",
     ),
-    "report names the rank that waited last": PythonMutation(
+    "position of a rank has the wait that began last": PythonMutation(
         "_runtime/stall_report.py",
         "wait = min(waits,",
         "wait = max(waits,",
