@@ -190,7 +190,9 @@ def test_backward_of_graph_from_before_a_step_raises(accelerated: bool) -> None:
                 penalty.backward()
 
 
-def dtensor_operators(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[str]:
+def record_dtensor_operators(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter]
+) -> list[str]:
     """Runs a step. Returns the names of the operators that received a DTensor."""
     operators = []
 
@@ -213,11 +215,11 @@ def test_accelerated_step_runs_no_operator_on_dtensors(kind: str) -> None:
     params = make_params()
     optimizer = KINDS[kind](params)
     train(optimizer, params)
-    assert dtensor_operators(optimizer, params) != []
+    assert record_dtensor_operators(optimizer, params) != []
     optim.accelerate(optimizer)
-    assert dtensor_operators(optimizer, params) == []
+    assert record_dtensor_operators(optimizer, params) == []
     optim.restore(optimizer)
-    assert dtensor_operators(optimizer, params) != []
+    assert record_dtensor_operators(optimizer, params) != []
 
 
 @pytest.mark.parametrize("kind", ["SGD momentum", "AdamW", "Adagrad"])
@@ -320,13 +322,13 @@ def test_install_accelerates_optimizers_of_sharded_parameters_unless_switched_of
         try:
             for optimizer, optimized in zip(optimizers, (params, plain)):
                 train(optimizer, optimized)
-            operators = dtensor_operators(optimizers[0], params)
+            operators = record_dtensor_operators(optimizers[0], params)
             assert bool(operators) == uses_dtensors
             assert (optimizers[0] in optim._accelerated) == (not uses_dtensors)
             assert optimizers[1] not in optim._accelerated
         finally:
             fsdp_c.uninstall()
-        assert dtensor_operators(optimizers[0], params) != []
+        assert record_dtensor_operators(optimizers[0], params) != []
         assert len(optim._accelerated) == 0
 
 
@@ -337,13 +339,13 @@ def test_optimizer_restored_after_install_steps_dtensors_until_it_is_accelerated
         optimizer = torch.optim.AdamW(params)
         train(optimizer, params)
         optim.restore(optimizer)
-        assert dtensor_operators(optimizer, params) != []
+        assert record_dtensor_operators(optimizer, params) != []
         optim.accelerate(optimizer)
-        assert dtensor_operators(optimizer, params) == []
+        assert record_dtensor_operators(optimizer, params) == []
         optim.restore(optimizer)
         fsdp_c.uninstall()
         fsdp_c.install()
-        assert dtensor_operators(optimizer, params) == []
+        assert record_dtensor_operators(optimizer, params) == []
     finally:
         fsdp_c.uninstall()
 
@@ -358,7 +360,7 @@ def test_init_group_of_instance_is_called_in_each_accelerated_step() -> None:
     assert wrapper.call_count == 3
     assert vars(optimizer)["_init_group"] is wrapper
     del optimizer._init_group
-    assert dtensor_operators(optimizer, params) == []
+    assert record_dtensor_operators(optimizer, params) == []
 
 
 def test_scheduler_and_deepcopy_of_accelerated_optimizer_work() -> None:
