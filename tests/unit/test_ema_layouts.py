@@ -39,8 +39,12 @@ def test_ema_of_other_model_with_equal_local_shapes_raises(
 
 def test_ema_loads_state_with_another_mesh_object_of_the_same_ranks(fake_group: int) -> None:
     ema, other = (ShardedEMA(make_sharded_layer(16, range(8))) for _ in range(2))
-    assert ema["weight"].device_mesh is not other["weight"].device_mesh  # type: ignore[attr-defined]
+    average: Any = ema["weight"]
+    expected: Any = other["weight"]
+    assert average.device_mesh is not expected.device_mesh
+    assert not torch.equal(average._local_tensor, expected._local_tensor)
     ema.load_state_dict(other.state_dict())
+    assert torch.equal(average._local_tensor, expected._local_tensor)
 
 
 def test_ema_of_sharded_model_rejects_plain_state(single_group: int) -> None:

@@ -203,7 +203,7 @@ class TestIndex:
             ("a\0b", "not a file name"),
         ],
     )
-    def test_safetensors_index_naming_file_outside_its_folder_raises(
+    def test_safetensors_index_with_invalid_file_name_raises(
         self, tmp_path: Path, file: Any, reason: str
     ) -> None:
         write(tmp_path / "one.safetensors", {"a": torch.ones(2)})
@@ -275,7 +275,8 @@ def test_open_safetensors_of_folder_with_several_checkpoints_raises(
     for name in ("one", "two"):
         write(tmp_path / f"{name}.safetensors", {name: torch.ones(2)})
         text = json.dumps({"weight_map": {name: f"{name}.safetensors"}})
-        (tmp_path / f"{name}{suffix}").write_text(text) if suffix.endswith("json") else None
+        if suffix.endswith("json"):
+            (tmp_path / f"{name}{suffix}").write_text(text)
     with pytest.raises(ValueError, match=f"several checkpoints: one{suffix}, two{suffix}; pass"):
         open_safetensors(tmp_path)
 

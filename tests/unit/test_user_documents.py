@@ -136,7 +136,7 @@ def test_configuration_page_lists_each_variable_of_the_code() -> None:
     assert table.update(text) == text, "run python docs/configuration_table.py"
 
 
-def test_variable_without_a_description_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undescribed_and_unread_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     table = load_configuration_table()
     unread = "FSDP_C_" + "NOWHERE"  # in one piece, the script would find it in this file
     monkeypatch.setitem(table.RUN, unread, table.RUN["FSDP_C_OPTIM"])
