@@ -145,8 +145,8 @@ def check_replicas(groups: list[tuple[str, Any]]) -> list[str]:
     ]
     if alone:
         reports.append(
-            f"{format_names(alone)} have a mesh without the {replicas} replicas of "
-            f"{format_names(replicated)}, so their gradients are not averaged over replicas: pass "
+            f"the mesh of {format_names(alone)} lacks the {replicas} replicas of "
+            f"{format_names(replicated)}, so gradients there are not averaged over replicas: pass "
             "the same mesh=mesh, of two dimensions, to each fully_shard"
         )
     paused = [name for name, group in replicated.items() if not group.all_reduce_grads]

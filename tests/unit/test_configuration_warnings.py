@@ -105,7 +105,6 @@ def test_guard_mode_of_the_environment_is_read(
 
 def test_forward_after_failed_backward_logs_warning(logged: Logged) -> None:
     model = sharded()
-    output = model(torch.ones(2, 8))
     model.embed.register_full_backward_pre_hook(lambda *unused: 1 / 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -113,7 +112,6 @@ def test_forward_after_failed_backward_logs_warning(logged: Logged) -> None:
     (line,) = logged()
     assert "the backward before this forward of FSDPMLPModel did not finish" in line
     assert "zero_grad()" in line
-    assert output.grad_fn is not None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -190,7 +188,7 @@ def test_optimizer_with_some_unsharded_parameters_logs_their_names(logged: Logge
 
 
 def test_optimizer_with_parameters_replaced_by_sharded_ones_logs_nothing(logged: Logged) -> None:
-    """accelerate replaces the parameters of an optimizer's groups after sharding."""
+    """Hugging Face's accelerate replaces the parameters of an optimizer's groups."""
     model = MLPModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["params"] = list(sharded(model).parameters())
@@ -284,7 +282,7 @@ def test_parameter_replaced_in_module_that_compares_equal_logs_nothing(logged: L
     assert logged() == []
 
 
-def test_classes_without_hash_train(logged: Logged) -> None:
+def test_classes_without_hash_log_nothing(logged: Logged) -> None:
     class UnhashableModule(nn.Module):
         __hash__ = None  # type: ignore[assignment]
 

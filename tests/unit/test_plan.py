@@ -221,7 +221,7 @@ def test_offloaded_shards_and_states_take_no_device_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "on_cpu", "state_ratio", "step_ratio", "counts_all"),
+    ("optimizer", "on_cpu", "state_ratio", "step_ratio", "counts_all_parameters"),
     [
         (None, False, 2, 1, True),
         ("adamw", True, 2, 2, False),
@@ -234,10 +234,10 @@ def test_offloaded_shards_and_states_take_no_device_memory() -> None:
     ],
 )
 def test_optimizer_bytes_counts_states_and_temporaries(
-    optimizer: Any, on_cpu: bool, state_ratio: float, step_ratio: float, counts_all: bool
+    optimizer: Any, on_cpu: bool, state_ratio: float, step_ratio: float, counts_all_parameters: bool
 ) -> None:
     measured = measure_optimizer(optimizer, torch.float32, on_cpu)
-    assert measured[1:] == (state_ratio, step_ratio, counts_all)
+    assert measured[1:] == (state_ratio, step_ratio, counts_all_parameters)
 
 
 def test_plan_of_8_billion_parameters_takes_less_than_6_cpu_seconds() -> None:
@@ -518,10 +518,9 @@ def test_too_small_max_transient_raises_with_unit_and_leaves_model_unchanged(
     with pytest.raises(ValueError, match=match):
         auto_shard(model, max_transient=100_000)
     assert type(model) is LargeVocabulary and not model._forward_pre_hooks
-    with pytest.raises(
-        ValueError, match="is too small: the unit"
-    ):  # the unit has both tied modules
-        auto_shard(LargeVocabulary(tied=True), {type(model.layers[0])}, max_transient=100_000)
+    tied = LargeVocabulary(tied=True)  # one unit has both tied modules
+    with pytest.raises(ValueError, match="is too small: the unit"):
+        auto_shard(tied, {type(model.layers[0])}, max_transient=100_000)
 
 
 @pytest.mark.parametrize("name", ["max_transient", "min_unit"])

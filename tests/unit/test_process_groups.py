@@ -270,7 +270,7 @@ def list_boundary_calls(action: Callable[[], object]) -> list[str]:
 
 
 def test_parameter_group_is_counted_once_per_process_group(fake_group: int) -> None:
-    """gloo moves the first gathers, one per counted group. Shared memory moves the later ones."""
+    """Each count makes gloo, not shared memory, move one more of the first gathers."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s"))
 
     calls = list_boundary_calls(lambda: build(fully_shard, mesh, reshard_after_forward=2))

@@ -193,7 +193,7 @@ def test_stall_report_has_the_median_and_the_longest_wait_of_a_place(
         rank: Position(rank, request=1, waits_for="abbccdef"[rank], waits_since=begin)
         for rank, begin in begins.items()
     }
-    positions[7].request = 0
+    positions[7].request = 0  # rank 7 does not answer
     lines = stall_report.format_report(positions, 8, 1).splitlines()
     assert lines[:5] == [
         "  rank 0: waits for a, for 10.0 s",

@@ -312,7 +312,7 @@ def test_explain_warns_about_unit_without_the_replicas_of_other_units() -> None:
     for block in (model.blocks[0], model.blocks[2]):
         fully_shard(block, mesh=mesh)
     (line,) = explain(fully_shard(model, mesh=mesh)).warnings
-    assert line.startswith("'blocks.1' have a mesh without the 2 replicas of ")
+    assert line.startswith("the mesh of 'blocks.1' lacks the 2 replicas of ")
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
