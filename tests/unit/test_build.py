@@ -364,18 +364,18 @@ def test_build_without_ninja_uses_make(tree: Tree) -> None:
 def test_ccache_is_launcher_of_compilers_that_are_not_ccache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = [tmp_path / "bin", tmp_path / "links"]
-    for folder, name in [(0, "ccache"), (0, "gcc")]:
-        folders[folder].mkdir(exist_ok=True)
-        (folders[folder] / name).touch(mode=0o755)
-    folders[1].mkdir()
-    (folders[1] / "gcc").symlink_to(folders[0] / "ccache")
-    monkeypatch.delenv("CMAKE_C_COMPILER_LAUNCHER", raising=False)
+    programs, links = tmp_path / "bin", tmp_path / "links"
+    for folder in (programs, links):
+        folder.mkdir()
+    for program in ("ccache", "gcc"):
+        (programs / program).touch(mode=0o755)
+    (links / "gcc").symlink_to(programs / "ccache")
     name = "CMAKE_C_COMPILER_LAUNCHER"
-    monkeypatch.setenv("PATH", str(folders[0]))
-    assert run_cmake.find_launcher(name, "gcc") == str(folders[0] / "ccache")
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(programs))
+    assert run_cmake.find_launcher(name, "gcc") == str(programs / "ccache")
     assert run_cmake.find_launcher(name, "ccache gcc") == ""
-    monkeypatch.setenv("PATH", f"{folders[1]}:{folders[0]}")
+    monkeypatch.setenv("PATH", f"{links}:{programs}")
     assert run_cmake.find_launcher(name, "gcc") == ""
     monkeypatch.setenv(name, "sccache")
     assert run_cmake.find_launcher(name, "gcc") == "sccache"

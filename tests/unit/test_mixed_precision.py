@@ -78,7 +78,9 @@ def test_reduce_dtype_that_is_not_floating_raises_as_in_torch(
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
-def test_python_type_in_place_of_dtype_raises_unlike_in_torch(fake_group: int, field: str) -> None:
+def test_python_type_in_place_of_dtype_raises_also_where_torch_accepts_it(
+    fake_group: int, field: str
+) -> None:
     policy = torch_fsdp.MixedPrecisionPolicy(**{field: float})
     with pytest.raises(TypeError, match=r"expected torch\.dtype or None, not type"):
         fsdp_c.fully_shard(nn.Linear(4, 4), mp_policy=policy)
