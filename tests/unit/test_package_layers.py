@@ -1,4 +1,7 @@
-"""Modules of fsdp_c: fsdp_c/README.md lists all of them. Imports point to allowed layers."""
+"""Modules of fsdp_c: fsdp_c/README.md lists all of them. Imports point to allowed layers.
+
+The package and its metadata have one version.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,17 @@ def file_of(name: str) -> Path:
             if file.is_file():
                 return file
     raise AssertionError(name)
+
+
+def test_package_and_metadata_have_one_version() -> None:
+    import fsdp_c
+
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project
+    assert re.findall(r"^version = (.*)", project, re.M) == [
+        '{ attr = "fsdp_c.version.__version__" }'
+    ]
+    assert (PACKAGE / "version.py").read_text().count(f'__version__ = "{fsdp_c.__version__}"') == 1
 
 
 def test_readme_lists_each_file_once() -> None:
@@ -234,17 +248,6 @@ def f():
         *("fsdp_c_autoload/__init__.py", "fsdp_c_autoload/redirect.py"),
         *("clip.py", "install.py", "fully_shard.py", "__init__.py"),
     }
-
-
-def test_package_and_metadata_have_one_version() -> None:
-    import fsdp_c
-
-    project = (ROOT / "pyproject.toml").read_text()
-    assert 'dynamic = ["version"]' in project
-    assert re.findall(r"^version = (.*)", project, re.M) == [
-        '{ attr = "fsdp_c.version.__version__" }'
-    ]
-    assert (PACKAGE / "version.py").read_text().count(f'__version__ = "{fsdp_c.__version__}"') == 1
 
 
 # ---- modules that are imported on first use ------------------------------------------------------
