@@ -473,8 +473,13 @@ class TestShardedEMA:
         model = make_sharded_model()
         with pytest.raises(AssertionError, match="deepcopy"):
             AveragedModel(model)
-        ema = copy.deepcopy(ShardedEMA(model))
-        ema.update(model)
+        ema = ShardedEMA(model)
+        copied = copy.deepcopy(ema)
+        model.embed.weight._local_tensor.data.fill_(3)
+        copied.update(model)
+        assert (ema.updates, copied.updates) == (0, 1)
+        assert torch.equal(copied["embed.weight"]._local_tensor, model.embed.weight._local_tensor)
+        assert not torch.equal(ema["embed.weight"]._local_tensor, model.embed.weight._local_tensor)
 
     def test_ema_update_and_applied_issue_no_collectives(self, fake_group: int) -> None:
         model = make_sharded_model()

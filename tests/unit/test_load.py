@@ -474,7 +474,7 @@ class TestSources:
 
             def __getitem__(self, name: str) -> Any:
                 self.reads += 1
-                if self.reads > len(self) + 3:
+                if self.reads > len(self) + 3:  # the first len(self) reads only check the entries
                     raise OSError("disk error")
                 return super().__getitem__(name)
 

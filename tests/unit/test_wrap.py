@@ -312,8 +312,7 @@ class TestFullPrecision:
                     x = child(x)
                 return x
 
-        model = nn.Sequential(nn.Linear(8, 8), Full([nn.Linear(64, 64) for _ in range(4)]))
-        model[0] = nn.Linear(8, 64)
+        model = nn.Sequential(nn.Linear(8, 64), Full([nn.Linear(64, 64) for _ in range(4)]))
         with pytest.warns(UserWarning, match="Full"):
             auto_shard(
                 model,
