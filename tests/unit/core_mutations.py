@@ -471,7 +471,7 @@ MUTATIONS = {
         "test_reduction",
         "[  FAILED  ] finish_divides_and_passes_gradient_once",
     ),
-    "reductions that are kept are not counted": Mutation(
+    "several reductions that are kept count as one": Mutation(
         "reduction",
         "    c->reductions = kept;",
         "    c->reductions = kept > 0;",
