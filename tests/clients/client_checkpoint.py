@@ -71,6 +71,11 @@ def train_steps(
         optimizer.zero_grad()
 
 
+def assert_equal_shards(model: nn.Module, restored: nn.Module) -> None:
+    for left, right in zip(model.parameters(), restored.parameters(), strict=True):
+        assert torch.equal(left.to_local(), right.to_local())
+
+
 class App(Stateful):
     """Model and optimizer as one Stateful item of a checkpoint, as in torch's DCP tutorial."""
 
@@ -99,8 +104,7 @@ def case_sharded(report: Report) -> None:
     restored, restored_optimizer = build(seed=6)
     dcp.load({"app": App(restored, restored_optimizer)}, checkpoint_id=report.files / "sharded")
     train_steps(report, restored, restored_optimizer, 2, seed=1)
-    for left, right in zip(model.parameters(), restored.parameters()):
-        assert torch.equal(left.to_local(), right.to_local())
+    assert_equal_shards(model, restored)
     report.record_model(restored)
 
 
@@ -119,6 +123,7 @@ def case_async(report: Report) -> None:
     restored, restored_optimizer = build(seed=6)
     dcp.load({"app": App(restored, restored_optimizer)}, checkpoint_id=report.files / "async")
     train_steps(report, restored, restored_optimizer, 1, seed=1)
+    assert_equal_shards(model, restored)
     report.record_model(restored)
 
 
@@ -139,6 +144,7 @@ def case_full(report: Report) -> None:
     )
     train_steps(report, model, optimizer, 2, seed=1)
     train_steps(report, restored, restored_optimizer, 2, seed=1)
+    assert_equal_shards(model, restored)
     report.record_model(restored)
 
 
