@@ -43,7 +43,7 @@ class Function:
 
 def _blank(match: re.Match[str]) -> str:
     text = match.group()
-    keep = '""' if text[0] == '"' else "0" if text[0] == "'" else " "
+    keep = {'"': '""', "'": "0"}.get(text[0], " ")
     return keep + "\n" * text.count("\n")
 
 
