@@ -133,15 +133,16 @@ def case_full(report: Report) -> None:
     train_steps(report, model, optimizer, 2)
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, optimizer_state = get_state_dict(model, optimizer, options=full)
+    loaded: dict[str, Any] = {"model": {}, "optim": {}}
     if rank() == 0:
         torch.save({"model": weights, "optim": optimizer_state}, report.files / "full.pt")
         report.record("model", weights)
+        # Not the saved objects: these share the step counts of ``optimizer``.
+        loaded = torch.load(report.files / "full.pt")
     broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     restored, restored_optimizer = build(seed=6)
-    set_model_state_dict(restored, weights if rank() == 0 else {}, options=broadcast)
-    set_optimizer_state_dict(
-        restored, restored_optimizer, optimizer_state if rank() == 0 else {}, options=broadcast
-    )
+    set_model_state_dict(restored, loaded["model"], options=broadcast)
+    set_optimizer_state_dict(restored, restored_optimizer, loaded["optim"], options=broadcast)
     train_steps(report, model, optimizer, 2, seed=1)
     train_steps(report, restored, restored_optimizer, 2, seed=1)
     assert_equal_shards(model, restored)
