@@ -94,7 +94,8 @@ typedef struct fc_callbacks {
     int (*copy_out)(void *group, fct_tensor **rows);
     /* Discards a gather without waiting. Never fails. */
     void (*drop_gather)(void *group);
-    /* Discards the partial results of reduce(). May be NULL if reduce() keeps none. Never fails. */
+    /* Discards the partial results of reduce(). Called only if reduce() has run before. May be NULL
+     * if reduce() keeps none. Never fails. */
     void (*drop_reduce)(void *group);
     /* Frees the memory of an unsharded parameter. Never fails. Called only if FC_FALLBACK_FREE is
      * set. */
@@ -105,8 +106,8 @@ typedef struct fc_callbacks {
      * caller. */
     int (*reduce)(void *group, fc_param *const *params, fct_tensor **grads, size_t count,
                   bool order_compute);
-    /* Makes the current stream wait for the work of reduce(). May be NULL if reduce() queues no
-     * work. */
+    /* Makes the current stream wait for the work of reduce(). Called only if reduce() has run
+     * before. May be NULL if reduce() queues no work. */
     int (*finalize)(void *group);
 
     /* Raises an exception, because the plans of two ranks differ (`result`). Always returns -1. If

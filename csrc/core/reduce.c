@@ -503,6 +503,7 @@ fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute) {
         if (all_reduces_now(reducer)) {
             fc_group_base_add_checksum(base, &base->replicate, FC_ALL_REDUCE, 0);
         }
+        reducer->used_fallback = true;
         FC_TRY_RAISED(base->callbacks->reduce(base->owner, plan->params, plan->grads, plan->count,
                                               order_compute));
     } else {
@@ -524,7 +525,7 @@ static fc_status wait_on_host(fc_reducer *reducer) {
         FC_TRY_RAISED(fct_event_synchronize(reducer->sent));
         return_event(reducer, &reducer->sent);
     }
-    if (base->callbacks->finalize != NULL) {
+    if (reducer->used_fallback && base->callbacks->finalize != NULL) {
         FC_TRY_RAISED(base->callbacks->finalize(base->owner));
     }
 done:
@@ -561,7 +562,7 @@ void fc_reduce_reset(fc_reducer *reducer) {
     fc_group_base *base = reducer->base;
     fc_reduction_discard(base->comm, base);
     fc_reduce_plan_drop_grads(&reducer->plan);
-    if (base->callbacks->drop_reduce != NULL) {
+    if (reducer->used_fallback && base->callbacks->drop_reduce != NULL) {
         base->callbacks->drop_reduce(base->owner);
     }
     /* `sent` stays: the next end of a backward waits for that event */

@@ -38,6 +38,7 @@ typedef struct fc_reducer {
     fc_chunks chunks;   /* chunks of the plan, until the Work holds references to them */
     fct_event *reduced; /* end of the latest reduction; only with streams */
     fct_event *sent;    /* end of the latest queued copies to host memory */
+    bool used_fallback; /* callbacks->reduce() has run, and may hold buffers and work */
     /* Settings of the user. */
     double divide_factor; /* replaces the number of ranks if has_divide_factor */
     bool has_divide_factor;

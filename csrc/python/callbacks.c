@@ -343,9 +343,7 @@ static void callback_drop_gather(void *owner) {
 
 static void callback_drop_reduce(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
-    if (self->has_reduced) {
-        fcpy_call_and_report((PyObject *)self, self->mod->names._fallback_drop_reduce);
-    }
+    fcpy_call_and_report((PyObject *)self, self->mod->names._fallback_drop_reduce);
 }
 
 /* Makes two new lists: the parameters, and their gradients. Takes the gradients out of `grads`. */
@@ -381,7 +379,6 @@ static int callback_reduce(void *owner, fc_param *const *params, fct_tensor **gr
     fcpy_group *self = (fcpy_group *)owner;
     PyObject *param_list = NULL;
     PyObject *grad_list = NULL;
-    self->has_reduced = true;
     if (make_reduce_lists(params, grads, count, &param_list, &grad_list) != 0) {
         return -1;
     }
@@ -395,9 +392,8 @@ static int callback_reduce(void *owner, fc_param *const *params, fct_tensor **gr
 
 static int callback_finalize(void *owner) {
     fcpy_group *self = (fcpy_group *)owner;
-    return self->has_reduced ? fcpy_drop_result(PyObject_CallMethodNoArgs(
-                                   (PyObject *)self, self->mod->names._fallback_finalize))
-                             : 0;
+    return fcpy_drop_result(
+        PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._fallback_finalize));
 }
 
 const fc_callbacks fcpy_callbacks = {

@@ -173,7 +173,6 @@ typedef struct fcpy_group {
     uint32_t param_calls; /* FCPY_CALL_*: methods overridden on single Params */
     bool fallback_gather; /* Python code performs the gathers */
     bool fallback_reduce; /* Python code performs the reductions */
-    bool has_reduced;     /* Python code has reduced gradients and may hold buffers */
     /* FCPY_CALL_*: transitions and operations that Python code performs, as of the latest
      * fcpy_group_refresh(). */
     uint32_t replaced;

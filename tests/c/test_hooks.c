@@ -4,6 +4,20 @@
 
 enum { LAYERS = 3, PARAMS = 4 };
 
+/* Callbacks that a step without fallback must not call. */
+static int finalize(void *group) {
+    (void)group;
+    sim_callback("finalize");
+    return 0;
+}
+
+static void drop_reduce(void *group) {
+    (void)group;
+    sim_callback("drop_reduce");
+}
+
+static fc_callbacks callbacks;
+
 static sim_model *begin(sim_scenario scenario) {
     scenario.layers = LAYERS;
     scenario.world = 2;
@@ -12,7 +26,14 @@ static sim_model *begin(sim_scenario scenario) {
         scenario.shapes[i] = (sim_shape){.ndim = 1, .sizes = {4}};
     }
     sim_begin(scenario.device);
-    return sim_model_new(&scenario);
+    sim_model *m = sim_model_new(&scenario);
+    callbacks = sim_callbacks;
+    callbacks.finalize = finalize;
+    callbacks.drop_reduce = drop_reduce;
+    for (size_t i = 0; i < m->layer_count; i++) {
+        m->layers[i].groups[0].core.base.callbacks = &callbacks;
+    }
+    return m;
 }
 
 static void step(sim_model *m) {
