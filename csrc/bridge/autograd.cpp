@@ -27,6 +27,13 @@ using fct::guarded;
 using fct::HookRef;
 namespace autograd = torch::autograd;
 
+inline void HookRef::call() const {
+    const pybind11::gil_scoped_acquire gil;
+    if (hook_.owner != nullptr && hook_.call(hook_.owner) != 0) {
+        fct::throw_python_error();
+    }
+}
+
 namespace {
 
 /* The gradients of a node whose hook runs, and their handles. */
@@ -292,13 +299,6 @@ struct fct_grad_subscription {
 };
 
 namespace fct {
-
-void HookRef::call() const {
-    pybind11::gil_scoped_acquire gil;
-    if (hook_.owner != nullptr && hook_.call(hook_.owner) != 0) {
-        throw_python_error();
-    }
-}
 
 void HookRef::reset() noexcept {
     void *owner = std::exchange(hook_.owner, nullptr);

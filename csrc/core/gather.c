@@ -380,12 +380,13 @@ fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_str
     if (range == NULL) {
         range = fc_group_base_enter_range(base, "all_gather");
     }
+    fct_stream previous = {0};
     if (overlaps) {
-        fct_stream previous = fct_stream_set_current(base->comm->copy_in_stream);
-        status = issue_gather(a, async_op, &base->comm->gather_stream, &pending);
+        previous = fct_stream_set_current(base->comm->copy_in_stream);
+    }
+    status = issue_gather(a, async_op, overlaps ? &base->comm->gather_stream : NULL, &pending);
+    if (overlaps) {
         (void)fct_stream_set_current(previous);
-    } else {
-        status = issue_gather(a, async_op, NULL, &pending);
     }
     a->pending = pending;
     if (status != FC_OK) {

@@ -39,7 +39,7 @@ BUGS = {
         "optimizer_event", "drop", "wait", ("begin_iteration",)
     ),
     "an all-gather does not wait for the pack": Bug(
-        "plain", "drop", "wait", ("fc_comm_order_streams", "issue_gather"), "all_gather"
+        "plain", "drop", "wait", ("fc_comm_order_streams", "fc_gather_start"), "all_gather"
     ),
     "the copy-out does not wait for the all-gather": Bug(
         "plain", "drop", "wait", ("fc_gather_await", "fc_group_pre_forward"), "unpack"
@@ -70,7 +70,7 @@ BUGS = {
         "on_a_side_stream", "wrong stream", "record", ("fc_comm_record", "fc_gather_end_copy_out")
     ),
     "a gather buffer is freed as soon as the all-gather is issued": Bug(
-        "plain", "early free", "allocate", ("issue_gather", "fc_group_pre_forward"), "allocation"
+        "plain", "early free", "allocate", ("fc_gather_start", "fc_group_pre_forward"), "allocation"
     ),
     "a smaller group's shards are gathered before their copy is done": Bug(
         "smaller_group_after_forward", "drop", "record", ("fc_group_post_forward",)
@@ -112,7 +112,7 @@ BUGS = {
         "memory_from_the_group",
         "early free",
         "allocate",
-        ("issue_gather", "fc_group_pre_forward"),
+        ("fc_gather_start", "fc_group_pre_forward"),
         "allocation",
     ),
     "a reduce-scatter's input from the process group is freed when it is issued": Bug(
@@ -137,7 +137,7 @@ BUGS = {
         "reduce_scatter",
     ),
     "an offloaded group's gather does not wait for its copy-in": Bug(
-        "offload", "drop", "wait", ("fc_comm_order_streams", "issue_gather"), "all_gather"
+        "offload", "drop", "wait", ("fc_comm_order_streams", "fc_gather_start"), "all_gather"
     ),
     "an offloaded group's copy-out does not wait for its gather": Bug(
         "offload", "drop", "wait", ("fc_gather_await", "fc_group_pre_forward"), "unpack"
@@ -176,7 +176,7 @@ BUGS = {
         "double_backward",
         "drop",
         "wait",
-        ("fc_comm_order_streams", "issue_gather", "fc_state_pre_double_backward"),
+        ("fc_comm_order_streams", "fc_gather_start", "fc_state_pre_double_backward"),
         "all_gather",
     ),
     "in double backward, the copy-out does not wait for the all-gather": Bug(

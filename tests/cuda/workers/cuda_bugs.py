@@ -29,7 +29,7 @@ class Bug(NamedTuple):
     blocks: int = 4
 
 
-_PACK = ("fc_comm_order_streams", "issue_gather")
+_PACK = ("fc_comm_order_streams", "fc_gather_start")
 _REDUCE = ("fc_comm_order_streams", "fc_reduce_run")
 BUGS = {
     "a gather does not wait for the optimizer": Bug("fsdp", "wait", ("fc_state_begin_iteration",)),
