@@ -119,8 +119,8 @@ def test_dtype_conversion_of_model_after_forward_without_backward_is_accepted(
     assert model[0].weight.grad.dtype is torch.float64
 
 
-Shard = Callable[[nn.Module], Any]
-KEEP_UNSHARDED: list[Shard] = [
+ShardFunction = Callable[[nn.Module], Any]
+KEEP_UNSHARDED: list[ShardFunction] = [
     fsdp_c.replicate,
     functools.partial(fsdp_c.fully_shard, reshard_after_forward=False),
 ]
@@ -138,7 +138,7 @@ def decay(params: list[nn.Parameter]) -> None:
             param.mul_(0.5)
 
 
-def make_layers(shard: Shard) -> tuple[Any, list[nn.Parameter]]:
+def make_layers(shard: ShardFunction) -> tuple[Any, list[nn.Parameter]]:
     """Returns a model of two sharded layers, and its sharded parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -150,7 +150,7 @@ def make_layers(shard: Shard) -> tuple[Any, list[nn.Parameter]]:
 @pytest.mark.parametrize("change", [run_step, decay])
 @pytest.mark.parametrize("shard", KEEP_UNSHARDED)
 def test_backward_after_aliased_parameters_changed_in_place_raises(
-    single_group: int, shard: Shard, change: Callable[[list[nn.Parameter]], None]
+    single_group: int, shard: ShardFunction, change: Callable[[list[nn.Parameter]], None]
 ) -> None:
     model, params = make_layers(shard)
     loss = run_forward(model)
@@ -172,7 +172,7 @@ def test_backward_after_frozen_aliased_parameter_changed_in_place_raises(single_
 
 @pytest.mark.parametrize("shard", KEEP_UNSHARDED)
 def test_change_in_place_after_the_backward_or_before_the_forward_is_accepted(
-    single_group: int, shard: Shard
+    single_group: int, shard: ShardFunction
 ) -> None:
     model, params = make_layers(shard)
     for _ in range(3):
@@ -184,7 +184,7 @@ def test_change_in_place_after_the_backward_or_before_the_forward_is_accepted(
 
 @pytest.mark.parametrize("shard", [fsdp_c.fully_shard, *KEEP_UNSHARDED])
 def test_change_in_place_before_forward_with_patched_all_gather_is_accepted(
-    single_group: int, shard: Shard, monkeypatch: pytest.MonkeyPatch
+    single_group: int, shard: ShardFunction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, params = make_layers(shard)
     run_forward(model).backward()

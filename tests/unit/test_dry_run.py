@@ -232,6 +232,7 @@ def test_trace_of_gather_buffer_that_is_freed_late_differs(fake_group: int) -> N
 
 PARAM = {"name": "weight", "sizes": [4, 2], "dtype": "torch.float32"}
 UNIT = {"state": 0, "world": 2, "params": [PARAM]}
+# fsdp_c/_dry_run.pyi describes the arguments of each call.
 STEP = [
     ("pre_forward", 0), ("alloc", 0, 100), ("post_forward", 0), ("backward",),
     ("pre_backward", 0), ("gradient", 0, 0, -1, 32), ("post_backward", 0), ("end",), ("free", 0),

@@ -36,12 +36,12 @@ from toy_models import MLPBlock
 import fsdp_c
 from fsdp_c import _C
 
-Shard = Callable[..., Any]
+ShardFunction = Callable[..., Any]
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-SHARD_FUNCTIONS: list[Shard] = [public.fully_shard, fsdp_c.fully_shard]
+SHARD_FUNCTIONS: list[ShardFunction] = [public.fully_shard, fsdp_c.fully_shard]
 
 
-def model_of(shard: Shard, **kwargs: Any) -> Any:
+def model_of(shard: ShardFunction, **kwargs: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(MLPBlock(16, 64), MLPBlock(16, 64))
     for block in model:
@@ -112,7 +112,7 @@ def test_fully_shard_uses_fsdp_module_class_replaced_in_torch(
 EARLY_FREED = {"All Gather", "Reduce Scatter"}  # kinds of buffers that fsdp_c frees before torch
 
 
-def track_memory(shard: Shard, **kwargs: Any) -> tuple[list[Any], int, dict[Any, Any]]:
+def track_memory(shard: ShardFunction, **kwargs: Any) -> tuple[list[Any], int, dict[Any, Any]]:
     """Returns the tracker's updates during two steps, the peak, and the memory held at the end."""
     model = model_of(shard, **kwargs)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -252,7 +252,7 @@ def test_methods_of_python_process_group_are_called_as_by_torch() -> None:
 @pytest.mark.torch("2.13")  # the fake group of older releases does not write gathered tensors
 @pytest.mark.parametrize("hooks", ["original", "registered again"])
 @pytest.mark.parametrize("shard", SHARD_FUNCTIONS, ids=["torch", "fsdp_c"])
-def test_dynamo_compiles_code_between_hooks(shard: Shard, hooks: str) -> None:
+def test_dynamo_compiles_code_between_hooks(shard: ShardFunction, hooks: str) -> None:
     torch._dynamo.reset()
     counters.clear()
     graphs: list[int] = []
