@@ -1,4 +1,7 @@
-"""Every module has tests that tests/find_tests.py finds, and every test that it lists exists."""
+"""Every module has tests that tests/find_tests.py finds, and every test that it lists exists.
+
+Folders of tests contain only tests.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,17 @@ def test_module_and_tests_in_table_of_find_tests_exist(module: str) -> None:
 def test_table_of_find_tests_omits_tests_named_like_their_module(module: str) -> None:
     found_by_name = find_tests.tests_named_like(module)
     assert set(find_tests.TESTS_OF[module]).isdisjoint(found_by_name)
+
+
+def test_test_folders_contain_only_test_files() -> None:
+    """Scripts that ranks run belong in workers/, and shared helpers in tests/harness."""
+    others = [
+        str(path.relative_to(ROOT))
+        for folder in ("distributed", "parity", "faults")
+        for path in sorted((ROOT / "tests" / folder).glob("*.py"))
+        if not path.name.startswith("test_") and path.name != "conftest.py"
+    ]
+    assert others == [], "move these files to workers/ or tests/harness"
 
 
 def test_module_named_like_the_beginning_of_a_test_file_has_no_tests() -> None:

@@ -98,7 +98,9 @@ def test_first_forward_on_fake_tensors_raises(single_group: int) -> None:
     assert_trains(model)
 
 
-def test_later_forward_on_fake_tensors_works(single_group: int) -> None:
+def test_later_forward_on_fake_tensors_returns_fake_tensor_and_model_trains(
+    single_group: int,
+) -> None:
     model = make_sharded_model(True)
     assert isinstance(forward_fake_tensor(model), FakeTensor)
     assert_trains(model)
