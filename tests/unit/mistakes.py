@@ -9,8 +9,8 @@ Mistakes during which no fsdp_c code runs are not listed:
   the remedy, ``retain_graph=True``.
 - A method other than ``forward`` that uses parameters of the root fails in DTensor.
 - ``model.no_sync()`` fails in ``nn.Module``.
+- ``DDP(model)`` of a sharded model fails in DTensor. test_configuration_warnings.py tests it.
 
-``DDP(model)`` around a sharded model causes a warning, which test_configuration_warnings.py tests.
 A compiled model trains, so torch.compile is no mistake.
 """
 

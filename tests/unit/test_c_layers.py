@@ -38,7 +38,8 @@ def test_layer_table_lists_each_c_module_once(folder: str) -> None:
 @pytest.mark.parametrize("folder", c_dependencies.LAYERS)
 def test_includes_and_calls_point_to_lower_layers(folder: str) -> None:
     dependencies = c_dependencies.find_dependencies(c_dependencies.list_modules(folder))
-    assert sum(map(len, dependencies.values())) > len(dependencies), (
+    expected = 50 if folder in ("core", "python") else len(dependencies)
+    assert sum(map(len, dependencies.values())) > expected, (
         "found too few dependencies: the test would check nothing"
     )
     assert c_dependencies.find_upward(dependencies, c_dependencies.LAYERS[folder]) == {}

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from fake_world import fake_world
 from test_explain import sharded, step
+from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +33,7 @@ from fsdp_c._runtime import lint, lint_params, plan_hash
 
 LOGGER = "torch.distributed.fsdp.fully_shard"
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+TORCH_FUNCTIONS = {"fully_shard": torch.distributed.fsdp.fully_shard, "replicate": torch_replicate}
 
 
 @pytest.fixture
@@ -388,6 +390,23 @@ def test_ddp_inside_sharded_model_logs_warning(logged: Logged) -> None:
     model.head = DistributedDataParallel(model.head)  # type: ignore[assignment]
     step(sharded(model))
     assert logged()[0].startswith("fsdp_c: 'head' is DistributedDataParallel around ")
+
+
+@pytest.mark.parametrize("name", ["fully_shard", "replicate"])
+def test_ddp_around_sharded_model_raises_as_in_torch_and_logs_nothing(
+    logged: Logged, name: str
+) -> None:
+    messages = []
+    for shard in (TORCH_FUNCTIONS[name], getattr(fsdp_c, name)):
+        model = MLPModel()
+        model._ddp_params_and_buffers_to_ignore = ["a"]  # type: ignore[assignment]
+        shard(model)
+        assert model._ddp_params_and_buffers_to_ignore == ["a"]
+        with pytest.raises((RuntimeError, NotImplementedError)) as caught:
+            DistributedDataParallel(model)
+        messages.append(str(caught.value))
+    assert messages[1] == messages[0]
+    assert logged() == []
 
 
 def test_ddp_of_ignored_parameters_logs_nothing(logged: Logged) -> None:

@@ -1,6 +1,7 @@
 """An optimizer step increments the version counters of the shards that it updates.
 
 DTensor's operators write local tensors below autograd, which does not increment the counters.
+Tensors of a state dict share the counters of their parameters.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn as nn
 from implementations import list_python_calls
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fsdp_c
 
@@ -75,3 +77,23 @@ def test_count_step_of_object_that_is_not_an_optimizer_raises(
         _C.count_step(optimizer, (), {})
     with pytest.raises(TypeError, match="an optimizer was expected"):
         _C.count_step()
+
+
+def describe(tensor: Any) -> tuple[Any, ...]:
+    local = tensor._local_tensor
+    flags = (tensor.requires_grad, tensor.is_leaf, tensor._is_view(), type(tensor), vars(tensor))
+    versions = (tensor._version, local._version)
+    return (*flags, *versions, local.data_ptr(), local.stride(), local.dtype)
+
+
+@pytest.mark.parametrize("shard", [torch_fully_shard, fsdp_c.fully_shard], ids=["torch", "fsdp_c"])
+def test_tensors_of_state_dict_equal_detached_parameters(fake_group: int, shard: Any) -> None:
+    model: Any = shard(nn.Linear(8, 8))
+    entry, detached = model.state_dict()["weight"], model.weight.detach()
+    with torch.no_grad():
+        for tensor in (entry, detached, model.weight):
+            tensor.add_(1)
+            tensor._local_tensor.add_(1)
+    assert describe(entry) == describe(detached)
+    assert entry._version == model.weight._version == 3
+    assert model.state_dict(keep_vars=True)["weight"] is model.weight
