@@ -63,7 +63,7 @@ LAYERS = {
     ),
     "transport": (
         {"hash", "op_tag", "prediction", "group_users", "capabilities", "plans"},
-        {"op_label", "checksums", "shm_ring", "shm_tag"},
+        {"op_label", "checksums", "label_blocks", "shm_ring", "shm_tag"},
         {"agreement", "shm_transport"},
         {"shm_collective_state", "sequence"},
         {"negotiation"},

@@ -356,12 +356,12 @@ static PyMethodDef module_methods[] = {
     {"checksum_entries", fcpy_checksum_entries, METH_VARARGS,
      "checksum_entries(group, number): returns 0 and the first 2048 checksums of an interval, in "
      "the format of collective_entries."},
-    {"collective_labels", fcpy_collective_labels, METH_VARARGS,
-     "collective_labels(group, first): returns the number of the first of the collectives from "
-     "`first` on that are known, and the hashes of their labels, 0: no label."},
+    {"label_blocks", fcpy_label_blocks, METH_O,
+     "label_blocks(group): returns the hashes of blocks of labels as tuples (number of the first "
+     "collective, number of collectives, hash); see transport/label_blocks.h."},
     {"collective_difference", fcpy_collective_difference, METH_VARARGS,
-     "collective_difference((rank, first, entries), (rank, first, entries)): describes the first "
-     "collective that differs between two ranks."},
+     "collective_difference((rank, first, entries), (rank, first, entries), issued): describes the "
+     "first collective that differs between two ranks. `issued`: all of them were issued."},
     {"stop_collectives", fcpy_stop_collectives, METH_VARARGS,
      "stop_collectives(group, text): waits for collectives of the process group's own backend, and "
      "later collectives, raise RuntimeError(text)."},

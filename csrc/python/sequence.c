@@ -48,6 +48,30 @@ PyObject *fcpy_collective_entries(PyObject *module, PyObject *arg) {
     return result;
 }
 
+PyObject *fcpy_label_blocks(PyObject *module, PyObject *arg) {
+    (void)module;
+    op_label_block list[OP_LABEL_BLOCKS_KEPT];
+    fct_pg *pg = NULL;
+    shm_negotiation *n = NULL;
+    const char *name = PyUnicode_AsUTF8(arg);
+    if (name == NULL || find_group(name, &pg, &n) != 0) {
+        return NULL;
+    }
+    const size_t count = op_label_blocks_copy(shm_negotiation_blocks(n), list);
+    fct_pg_release(pg);
+    PyObject *result = PyList_New(0);
+    for (size_t i = 0; result != NULL && i < count; i++) {
+        PyObject *item =
+            Py_BuildValue("KKK", (unsigned long long)list[i].first,
+                          (unsigned long long)list[i].count, (unsigned long long)list[i].hash);
+        if (item == NULL || PyList_Append(result, item) != 0) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(item);
+    }
+    return result;
+}
+
 /* Parses the name of a process group and the number of a collective; see find_group. */
 static int parse_number(PyObject *args, fct_pg **pg, shm_negotiation **negotiation,
                         unsigned long long *number) {
@@ -66,28 +90,6 @@ PyObject *fcpy_collective_signature(PyObject *module, PyObject *args) {
     const uint64_t signature = shm_negotiation_signature_at(n, number);
     fct_pg_release(pg);
     return PyLong_FromUnsignedLongLong(signature);
-}
-
-PyObject *fcpy_collective_labels(PyObject *module, PyObject *args) {
-    (void)module;
-    unsigned long long first = 0;
-    fct_pg *pg = NULL;
-    shm_negotiation *n = NULL;
-    if (parse_number(args, &pg, &n, &first) != 0) {
-        return NULL;
-    }
-    const uint64_t end = shm_negotiation_count(n);
-    const uint64_t begin = end > OP_ENTRIES && first < end - OP_ENTRIES ? end - OP_ENTRIES : first;
-    PyObject *labels = PyList_New(0);
-    for (uint64_t i = begin; labels != NULL && i < end; i++) {
-        PyObject *label = PyLong_FromUnsignedLongLong(shm_negotiation_label_at(n, i));
-        if (label == NULL || PyList_Append(labels, label) != 0) {
-            Py_CLEAR(labels);
-        }
-        Py_XDECREF(label);
-    }
-    fct_pg_release(pg);
-    return labels != NULL ? Py_BuildValue("KN", (unsigned long long)begin, labels) : NULL;
 }
 
 PyObject *fcpy_checksum_intervals(PyObject *module, PyObject *arg) {
@@ -142,8 +144,9 @@ PyObject *fcpy_collective_difference(PyObject *module, PyObject *args) {
     Py_buffer bytes[2];
     op_entry_list lists[2];
     fct_difference difference;
-    if (!PyArg_ParseTuple(args, "(LKy*)(LKy*):collective_difference", &lists[0].rank, &first[0],
-                          &bytes[0], &lists[1].rank, &first[1], &bytes[1])) {
+    int issued = 0;
+    if (!PyArg_ParseTuple(args, "(LKy*)(LKy*)p:collective_difference", &lists[0].rank, &first[0],
+                          &bytes[0], &lists[1].rank, &first[1], &bytes[1], &issued)) {
         return NULL;
     }
     PyObject *result = NULL;
@@ -156,7 +159,7 @@ PyObject *fcpy_collective_difference(PyObject *module, PyObject *args) {
         bytes[1].len % (Py_ssize_t)sizeof(op_entry) != 0) {
         PyErr_SetString(PyExc_ValueError, "collective_difference expects entries of collectives");
     } else {
-        op_entries_describe_difference(&lists[0], &lists[1], &difference);
+        op_entries_describe_difference(&lists[0], &lists[1], issued != 0, &difference);
         result =
             PyUnicode_DecodeUTF8(difference.text, (Py_ssize_t)strlen(difference.text), "replace");
     }

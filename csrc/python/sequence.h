@@ -7,7 +7,7 @@
 
 PyObject *fcpy_collective_entries(PyObject *module, PyObject *name);
 PyObject *fcpy_collective_signature(PyObject *module, PyObject *args);
-PyObject *fcpy_collective_labels(PyObject *module, PyObject *args);
+PyObject *fcpy_label_blocks(PyObject *module, PyObject *arg);
 PyObject *fcpy_checksum_intervals(PyObject *module, PyObject *name);
 PyObject *fcpy_checksum_entries(PyObject *module, PyObject *args);
 PyObject *fcpy_collective_difference(PyObject *module, PyObject *args);

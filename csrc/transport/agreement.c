@@ -16,6 +16,7 @@ void op_agreement_fini(op_agreement *a) {
     assert(a->closed <= a->total);
     fct_exchange_release(a->round);
     free(a->entries);
+    op_label_blocks_fini(&a->blocks);
     op_checksums_fini(&a->checksums);
     *a = (op_agreement){0};
 }
@@ -34,17 +35,18 @@ void op_agreement_add(op_agreement *a, const fct_op_tag *tag) {
         a->entries = (op_entry *)calloc(OP_ENTRIES, sizeof *a->entries); /* NULL: no names */
     }
     op_entry entry = {0};
+    uint64_t label = 0;
     if (tag == NULL || tag->label.unit == 0) {
         a->unknown = true;
     } else {
+        label = add_label(FCT_HASH_EMPTY, tag->kind, &tag->label);
         a->hash = add_label(a->count == 0 ? FCT_HASH_EMPTY : a->hash, tag->kind, &tag->label);
         entry = (op_entry){a->hash, tag->kind, tag->label};
     }
     if (a->entries != NULL) {
-        /* op_agreement_label_at() reads a total that excludes this entry before it is written. */
-        atomic_thread_fence(memory_order_release);
         a->entries[a->total % OP_ENTRIES] = entry;
     }
+    op_label_blocks_add(&a->blocks, label);
     a->count++;
     atomic_store_explicit(&a->total, a->total + 1, memory_order_release);
 }
@@ -251,21 +253,6 @@ int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference) 
     return status;
 }
 
-uint64_t op_agreement_label_at(const op_agreement *a, uint64_t number) {
-    if (number >= atomic_load_explicit(&a->total, memory_order_acquire) || a->entries == NULL) {
-        return 0;
-    }
-    const op_entry entry = a->entries[number % OP_ENTRIES];
-    atomic_thread_fence(memory_order_acquire);
-    /* The next collective overwrites the oldest entry before it is counted, so that entry is not
-     * used either. */
-    if (entry.hash == 0 ||
-        number + OP_ENTRIES <= atomic_load_explicit(&a->total, memory_order_relaxed)) {
-        return 0;
-    }
-    return add_label(FCT_HASH_EMPTY, (fct_op_kind)entry.kind, &entry.label);
-}
-
 /* ---- lists of two ranks ---- */
 
 size_t op_agreement_copy(const op_agreement *a, op_entry *entries, uint64_t *first) {
@@ -320,13 +307,15 @@ static void describe_data(const op_entry_list *a, const op_entry_list *b, char *
                    (int)a->rank, (int)b->rank);
 }
 
-void op_entries_describe_difference(const op_entry_list *a, const op_entry_list *b,
+void op_entries_describe_difference(const op_entry_list *a, const op_entry_list *b, bool issued,
                                     fct_difference *difference) {
     assert(a != NULL && b != NULL && difference != NULL);
+    const rank_pair ranks = {a->rank, b->rank};
     const uint64_t end_a = a->first + a->count, end_b = b->first + b->count;
     const uint64_t end = end_a < end_b ? end_a : end_b;
     const uint64_t longest = end_a < end_b ? end_b : end_a;
-    uint64_t number = a->first < b->first ? b->first : a->first;
+    const uint64_t oldest = a->first < b->first ? b->first : a->first;
+    uint64_t number = oldest;
     op_entry first = entry_of(a, number), second = entry_of(b, number);
     if (first.kind >= OP_GATHERED_DATA || second.kind >= OP_GATHERED_DATA) {
         describe_data(a, b, difference->text, sizeof difference->text);
@@ -337,9 +326,14 @@ void op_entries_describe_difference(const op_entry_list *a, const op_entry_list 
         first = entry_of(a, number);
         second = entry_of(b, number);
     }
-    const rank_pair ranks = {a->rank, b->rank};
-    if (number < longest) {
-        write_difference(&first, &second, ranks, "", difference);
+    if (issued && number >= end && a->count > 0 && b->count > 0) {
+        first = entry_of(a, end_a - 1);
+        second = entry_of(b, end_b - 1);
+        write_difference(&first, &second, ranks, " before these collectives", difference);
+    } else if (number < longest) {
+        const bool may_be_earlier = issued && number == oldest && oldest > 0;
+        write_difference(&first, &second, ranks,
+                         may_be_earlier ? " at or before this collective" : "", difference);
     } else {
         (void)snprintf(difference->text, sizeof difference->text,
                        "collective mismatch: ranks %d and %d issued collectives of different sizes",

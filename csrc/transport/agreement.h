@@ -5,8 +5,9 @@
  * also compare checksums of data, over shared memory too. An interval is the collectives between
  * two agreements. The struct belongs to the negotiation of the process group, and the GIL guards
  * it. Exception: on devices with streams, op_agreement_add may run without the GIL (bridge/gil.h),
- * while another thread calls op_agreement_label_at. Precondition of all functions: the struct was
- * zeroed before its first use. */
+ * while another thread reads `total`, `entries` and `blocks`. The copy of an entry that is written
+ * meanwhile may be inconsistent; entries are for messages. Precondition of all functions: the
+ * struct was zeroed before its first use. */
 #ifndef FSDP_C_TRANSPORT_AGREEMENT_H
 #define FSDP_C_TRANSPORT_AGREEMENT_H
 
@@ -16,16 +17,17 @@
 
 #include "../bridge/group.h"
 #include "checksums.h"
+#include "label_blocks.h"
 #include "op_tag.h"
 
 enum { OP_ENTRIES = 512, FCT_DIFFERENCE_BYTES = 416 };
 
 typedef struct op_agreement {
-    uint64_t hash;  /* of the labels of the open interval */
-    uint64_t count; /* collectives of the open interval */
-    /* Collectives of all intervals. Stored after the entry of the latest one. */
-    _Atomic uint64_t total;
-    bool unknown;      /* a collective of the open interval has no label */
+    uint64_t hash;          /* of the labels of the open interval */
+    uint64_t count;         /* collectives of the open interval */
+    _Atomic uint64_t total; /* collectives of all intervals */
+    bool unknown;           /* a collective of the open interval has no label */
+    op_label_blocks blocks;
     op_entry *entries; /* [OP_ENTRIES] the latest collectives, by number; NULL: none */
     /* The latest closed interval, until its round is read. */
     fct_exchange *round; /* NULL: none */
@@ -55,10 +57,6 @@ FCT_CHECK int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued);
  * ranks find the first difference in further rounds. */
 FCT_CHECK int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *difference);
 
-/* Returns the hash of the label of a collective by its number. Returns 0 without a label, or if
- * the collective is not among the latest OP_ENTRIES - 1. */
-uint64_t op_agreement_label_at(const op_agreement *a, uint64_t number);
-
 /* The ranks describe a collective that they are about to issue, which differs between rank 0 and
  * `rank`. All ranks must call it at the same point. */
 FCT_CHECK int op_entry_describe_difference(const op_entry *own, fct_pg *pg, int64_t rank,
@@ -74,8 +72,10 @@ typedef struct op_entry_list {
 /* Copies the latest collectives, the oldest first. Writes the number of the first one. Returns how
  * many there are, at most OP_ENTRIES. */
 size_t op_agreement_copy(const op_agreement *a, op_entry *entries, uint64_t *first);
-/* Describes the first collective that differs between two ranks. */
-void op_entries_describe_difference(const op_entry_list *a, const op_entry_list *b,
+/* Describes the first collective that differs between two ranks. `issued`: all collectives of the
+ * lists were issued. Then both lists may be without the difference, and the text has the latest
+ * collective of each rank. */
+void op_entries_describe_difference(const op_entry_list *a, const op_entry_list *b, bool issued,
                                     fct_difference *difference);
 
 #endif

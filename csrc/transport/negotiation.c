@@ -587,8 +587,8 @@ size_t shm_negotiation_copy_entries(const shm_negotiation *n, op_entry *entries,
     return count;
 }
 
-uint64_t shm_negotiation_label_at(const shm_negotiation *n, uint64_t number) {
-    return op_agreement_label_at(&n->agreement, number);
+const op_label_blocks *shm_negotiation_blocks(const shm_negotiation *n) {
+    return &n->agreement.blocks;
 }
 
 uint64_t shm_negotiation_count(const shm_negotiation *n) {

@@ -108,10 +108,9 @@ FCT_CHECK int shm_negotiation_check_stopped(const shm_negotiation *n);
 /* Copies the latest recorded collectives; see op_agreement_copy. An agreement in flight follows as
  * one more entry, so `entries` has space for OP_ENTRIES + 1. */
 size_t shm_negotiation_copy_entries(const shm_negotiation *n, op_entry *entries, uint64_t *first);
-/* Returns the number of recorded collectives, and the hash of the label of one of the latest by its
- * number, from 0 on; 0: no label, or not among the latest. */
-uint64_t shm_negotiation_count(const shm_negotiation *n);
-uint64_t shm_negotiation_label_at(const shm_negotiation *n, uint64_t number);
+uint64_t shm_negotiation_count(const shm_negotiation *n); /* of recorded collectives */
+/* Returns the hashes of the labels of recorded collectives. The negotiation owns them. */
+const op_label_blocks *shm_negotiation_blocks(const shm_negotiation *n);
 /* Returns the signature of a compared collective by its number among these, or 0. */
 uint64_t shm_negotiation_signature_at(const shm_negotiation *n, uint64_t number);
 /* While a negotiation is paused, the fallback moves all data. All ranks must call the setter at the

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -93,14 +92,6 @@ def _make_request(
     )
 
 
-def hash_labels(labels: list[int]) -> int:
-    """Returns a hash of the labels, 0 if one of them is unknown."""
-    if 0 in labels:
-        return 0
-    data = b"".join(label.to_bytes(8, "little") for label in labels)
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
 def find_issued_entries(request: ComparisonRequest) -> Entries | None:
     """Returns what this rank has issued if its signature is known and differs from the request."""
     with contextlib.suppress(RuntimeError, ValueError):  # the process group has ended
@@ -115,9 +106,7 @@ def _get_signature(request: ComparisonRequest) -> int:
     """Returns this rank's value of ``request.signature``; 0: unknown."""
     if request.has_checksums:
         return dict(_C.checksum_intervals(request.group)).get(request.number, 0)
-    count = request.label_count
-    if not count:
+    if not request.label_count:
         return _C.collective_signature(request.group, request.number)
-    first, labels = _C.collective_labels(request.group, request.number)
-    is_known = first == request.number and len(labels) >= count
-    return hash_labels(labels[:count]) if is_known else 0
+    hashes = {(first, count): value for first, count, value in _C.label_blocks(request.group)}
+    return hashes.get((request.number, request.label_count), 0)

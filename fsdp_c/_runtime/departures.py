@@ -213,9 +213,18 @@ class Departures:
     def _publish(self, key: str, request: ComparisonRequest) -> None:
         self._store.set(key, json.dumps(asdict(request)))
 
-    def publish(self, request: ComparisonRequest) -> None:
-        """Publishes a request of this rank. It is never closed: all ranks must read its result."""
-        self._publish(self._make_key(), request)
+    def publish(self, request: ComparisonRequest) -> int:
+        """Publishes a request of this rank, and returns its number.
+
+        The request is never closed: all ranks must read its result.
+        """
+        number = int(self._store.add(_REQUESTS, 1))
+        self._publish(f"{_REQUESTS}/{number}", request)
+        return number
+
+    def is_open(self, number: int) -> bool:
+        """Whether the request has no published difference."""
+        return not self._store.check([f"{_REQUESTS}/{number}/difference"])
 
     def has_open_requests(self) -> bool:
         """Whether this rank has read, or waits for, a request without a published difference."""
@@ -263,8 +272,8 @@ class Departures:
         if own is None:
             return ""
         rank = request.ranks.index(self._rank)
-        sides = sorted([(rank, *own), (request.rank, *request.latest)])
-        difference = _C.collective_difference(*sides)
+        first, second = sorted([(rank, *own), (request.rank, *request.latest)])
+        difference = _C.collective_difference(first, second, request.was_issued)
         remedy = _REMEDY_AFTER_ISSUE if request.was_issued else _REMEDY
         text = f"{difference} (process group '{request.group}'). {remedy}"
         return str(self._store.compare_set(key, "", text).decode())

@@ -1,12 +1,12 @@
 """Compares the collectives of NCCL process groups between ranks, while they train.
 
 The host of a rank does not wait for NCCL's collectives, so a comparison must not wait either. Each
-collective has a label, an integer: the hash of its operation, unit, parameters and sizes
-(``fct_op_label`` in ``csrc/transport/op_tag.h``). The stall monitor of each rank publishes hashes
-of its latest labels in the store of the process group.
-It compares its hashes with those of one neighbor. If hashes with the same numbers differ, the rank
-publishes a request (``departures.py``). The ranks of the process group answer it like a request of
-a departing rank: their next collective raises the first difference.
+collective has a label: its operation, unit, parameters and sizes (``fct_op_label`` in
+``csrc/transport/op_tag.h``). The stall monitor of each rank hashes blocks of labels
+(``csrc/transport/label_blocks.h``). It publishes the hashes in the store of the process group, and
+compares them with those of one neighbor. If hashes of a block differ, the rank publishes a request
+(``departures.py``). The ranks of the process group answer it like a request of a departing rank:
+their next collective raises the first difference.
 
 With the guard mode "hash" the ranks also compare the checksums of data, by intervals that usually
 end with a backward (``csrc/core/device_checksums.h``).
@@ -21,56 +21,64 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 import weakref
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .. import _C
-from .comparison_requests import (
-    ComparisonRequest,
-    hash_labels,
-    make_checksum_request,
-    make_request,
-)
+from .comparison_requests import ComparisonRequest, make_checksum_request, make_request
 from .departures import get_departures
 
 INTERVAL = 2.0
 """Seconds between two comparisons."""
 INTERVAL_WITH_REQUEST = 0.5
 """The same while a request is open: its ranks raise soon after one of them has answered it."""
-BLOCK = 16
-"""Number of labels with a common hash."""
-BLOCKS = 64
-"""Number of blocks that a rank publishes. The key of the neighbor may be two seconds old."""
+RETRY = 10.0
+"""Seconds until a rank whose request is still open publishes another one."""
+KEPT = 15
+"""A block of labels is kept until KEPT times its size of further collectives."""
+
+Block = tuple[int, int, int]
+"""Number of the first collective, number of collectives, hash of the labels."""
 
 
-class Labels:
-    """The latest labels of a process group, by number. A label or a hash of 0 is unknown."""
+class Progress:
+    """The numbers of collectives and checksums at this rank's latest comparisons of a group."""
 
     def __init__(self) -> None:
-        self.end = 0  # number of the next label
-        self.labels: dict[int, int] = {}
-        self.blocks: dict[int, int] = {}  # hashes of complete blocks, by number of the first label
+        self.end = 0  # number of the next collective
+        self._issued = self._previous = 0  # since the previous comparison, and before it
         self._published = (0, 0)  # the last intervals of the latest two calls of select_intervals
 
-    def read(self, group: str) -> None:
-        """Adds the labels since the last call."""
-        first, labels = _C.collective_labels(group, self.end)
-        for number, label in enumerate(labels, first):
-            self.labels[number] = label
-            if (number + 1) % BLOCK == 0:
-                block = range(number + 1 - BLOCK, number + 1)
-                self.blocks[block.start] = hash_labels([self.labels.get(n, 0) for n in block])
-        self.end = max(self.end, first + len(labels))
-        oldest = self.end - BLOCK * BLOCKS
-        self.labels = {number: label for number, label in self.labels.items() if number >= oldest}
-        self.blocks = {start: value for start, value in self.blocks.items() if start >= oldest}
+    def select_blocks(self, blocks: list[Block]) -> list[Block]:
+        """Begins a comparison. Returns the blocks that the neighbor may need.
 
-    def to_lists(self) -> list[list[tuple[int, int]]]:
-        """The hashes of the blocks, and the labels after the last complete block."""
-        tail = range(self.end - self.end % BLOCK, self.end)
-        return [[*self.blocks.items()], [(n, self.labels.get(n, 0)) for n in tail]]
+        The neighbor reads them up to ``INTERVAL`` seconds later. By then this rank has dropped much
+        smaller blocks, so a request for them would remain without an answer.
+        """
+        end = find_end(blocks)
+        self._previous, self._issued, self.end = self._issued, end - self.end, end
+        longest = 2 * max(self._issued, self._previous) or end
+        return [
+            block for block in blocks if self._issued <= KEPT * block[1] and block[1] <= longest
+        ]
+
+    def find_difference(self, own: list[Block], of_neighbor: list[Block]) -> Block | None:
+        """Returns the first own block that differs, and that the neighbor keeps long enough.
+
+        The neighbor needs it when it answers the request, up to four seconds later. Until then it
+        issues about twice as many collectives as this rank since the previous comparison.
+        """
+        end = find_end(of_neighbor) + 3 * self._issued
+        hashes = {(first, count): value for first, count, value in of_neighbor}
+        different = [
+            (first, count, value)
+            for first, count, value in own
+            if hashes.get((first, count), value) != value and end <= first + count + KEPT * count
+        ]
+        return min(different, default=None)
 
     def select_intervals(self, intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Returns those since the last call but one, and at least the latest 16.
@@ -84,29 +92,21 @@ class Labels:
         self._published = (self._published[1], newest)
         return selected
 
-    def find_difference(
-        self, of_neighbor: list[list[tuple[int, int]]]
-    ) -> tuple[int, int, int] | None:
-        """Returns number, hash and count of the first labels that differ from the neighbor's."""
-        blocks, tail = of_neighbor
-        for start, value in blocks:
-            if self.blocks.get(start, 0) not in (0, value) and value:
-                return start, self.blocks[start], BLOCK
-        for number, label in tail:
-            if self.labels.get(number, 0) not in (0, label) and label:
-                return number, hash_labels([self.labels[number]]), 1
-        return None
-
 
 _lock = threading.Lock()  # held while `_groups` is changed or copied
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Labels] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Progress] = weakref.WeakKeyDictionary()
 """The compared process groups."""
-_different: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""Process groups for which this rank has published a request."""
+_requests: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, float]] = (
+    weakref.WeakKeyDictionary()
+)
+"""This rank's latest requests: their numbers and times."""
 
 
 def prepare(process_group: dist.ProcessGroup) -> None:
-    """Deletes labels of an earlier process group with this name. Call it before all ranks meet."""
+    """Deletes the key of an earlier process group with this name.
+
+    Call it before all ranks meet.
+    """
     if process_group not in _groups:
         with contextlib.suppress(RuntimeError):  # the store deletes no keys, or has ended
             _get_store(process_group).delete_key(str(process_group.rank()))
@@ -115,7 +115,7 @@ def prepare(process_group: dist.ProcessGroup) -> None:
 def add(process_group: dist.ProcessGroup) -> None:
     """Compares the collectives of this process group from now on."""
     with _lock:
-        _groups.setdefault(process_group, Labels())
+        _groups.setdefault(process_group, Progress())
 
 
 def remove(process_group: dist.ProcessGroup) -> None:
@@ -139,39 +139,49 @@ def compare() -> None:
     """Compares all process groups once, and answers the requests of other ranks."""
     with _lock:
         groups = list(_groups.items())
-    for process_group, labels in groups:
-        if process_group in _different:
+    for process_group, progress in groups:
+        number, published_at = _requests.get(process_group, (0, 0.0))
+        is_late = time.monotonic() - published_at > RETRY
+        if number and not (is_late and get_departures().is_open(number)):
             continue
         try:
-            request = _exchange(process_group, labels)
+            request = _exchange(process_group, progress)
             if request is not None:
-                _different.add(process_group)
-                get_departures().publish(request)
+                number = get_departures().publish(request)
+                _requests[process_group] = (number, time.monotonic())
         except (KeyError, RuntimeError, ValueError):  # the process group has ended
-            if labels.end > 0:  # else it has not issued its first collective
+            if progress.end > 0:  # else it has not issued its first collective
                 remove(process_group)
     get_departures().answer_requests()
 
 
-def _exchange(process_group: dist.ProcessGroup, labels: Labels) -> ComparisonRequest | None:
+def _exchange(process_group: dist.ProcessGroup, progress: Progress) -> ComparisonRequest | None:
     """Publishes this rank's hashes. Returns a request if those of the neighbor differ."""
     name = process_group.group_name
-    labels.read(name)
+    blocks = _C.label_blocks(name)
     intervals = _C.checksum_intervals(name)
     store = _get_store(process_group)
     rank, size = process_group.rank(), process_group.size()
-    store.set(str(rank), json.dumps([labels.to_lists(), labels.select_intervals(intervals)]))
+    store.set(
+        str(rank),
+        json.dumps([progress.select_blocks(blocks), progress.select_intervals(intervals)]),
+    )
     neighbor = str((rank - 1) % size)
     if not store.check([neighbor]):
         return None
-    labels_of_neighbor, intervals_of_neighbor = json.loads(store.get(neighbor))
-    if difference := labels.find_difference(labels_of_neighbor):
-        number, value, count = difference
+    blocks_of_neighbor, intervals_of_neighbor = json.loads(store.get(neighbor))
+    if difference := progress.find_difference(blocks, blocks_of_neighbor):
+        number, count, value = difference
         return make_request(process_group, number, value, label_count=count)
     hashes = dict(intervals)
     if number := find_interval(hashes, intervals_of_neighbor):
         return make_checksum_request(process_group, number, hashes[number])
     return None
+
+
+def find_end(blocks: list[Block]) -> int:
+    """Returns the number after the last collective."""
+    return max((first + count for first, count, _ in blocks), default=0)
 
 
 def find_interval(own: dict[int, int], of_neighbor: list[tuple[int, int]]) -> int:

@@ -65,25 +65,6 @@ static void equal_collectives_cost_one_round_per_interval(void **state) {
     run_negotiation(agree_on_equal_collectives, 3);
 }
 
-/* The next collective overwrites the entry of the oldest one, maybe in another thread. */
-static void read_labels_of_latest_collectives(void) {
-    shm_negotiation *n = begin_over_gloo();
-    for (uint64_t total = 0; total < 2 * OP_ENTRIES + 2; total++) {
-        const uint64_t oldest = total < OP_ENTRIES ? 0 : total - OP_ENTRIES + 1;
-        require(oldest == 0 || shm_negotiation_label_at(n, oldest - 1) == 0);
-        require((shm_negotiation_label_at(n, oldest) != 0) == (total > 0));
-        require(shm_negotiation_label_at(n, total) == 0);
-        record(n, "a", 1);
-    }
-    (void)agree(n);
-    end(n);
-}
-
-static void label_is_readable_until_its_entry_is_the_next_to_be_overwritten(void **state) {
-    (void)state;
-    run_negotiation(read_labels_of_latest_collectives, 2);
-}
-
 /* Rank 1 reduces other parameters of unit c. Later collectives are equal. */
 static void find_the_first_difference(void) {
     shm_negotiation *n = begin_over_gloo();
@@ -233,7 +214,7 @@ static const char *describe_interval(const op_checksums *c, uint64_t number, uin
     peer[count - 1].hash = other;
     op_entries_describe_difference(&(op_entry_list){.rank = 0, .count = count, .entries = own},
                                    &(op_entry_list){.rank = 1, .count = count, .entries = peer},
-                                   &difference);
+                                   true, &difference);
     return difference.text;
 }
 
@@ -469,7 +450,6 @@ static void collective_after_an_interrupted_agreement_finishes_it(void **state) 
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(equal_collectives_cost_one_round_per_interval),
-        cmocka_unit_test(label_is_readable_until_its_entry_is_the_next_to_be_overwritten),
         cmocka_unit_test(checksums_are_compared_per_interval),
         cmocka_unit_test(checksum_interval_of_a_device_keeps_its_hash_and_checksums),
         cmocka_unit_test(difference_of_checksum_that_is_not_kept_names_no_unit),

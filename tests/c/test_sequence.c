@@ -223,6 +223,27 @@ static op_entry entry(uint64_t kind, const char *name) {
     return result;
 }
 
+/* Both ranks have issued all collectives of the lists, and maybe many others before. */
+static void difference_before_the_issued_collectives_of_two_lists_is_described(void **state) {
+    (void)state;
+    const op_entry a[] = {entry(FCT_OP_ALL_GATHER, "a"), entry(FCT_OP_ALL_GATHER, "b")};
+    const op_entry_list first = {.rank = 0, .first = 4, .count = 2, .entries = a};
+    op_entry_list second = {.rank = 2, .first = 5, .count = 1, .entries = a + 1};
+    fct_difference difference;
+    const char *latest = "collective mismatch before these collectives: rank 0 gathers 'b' (step "
+                         "1, forward), rank 2 gathers 'b' (step 1, forward)";
+    op_entries_describe_difference(&first, &second, true, &difference);
+    assert_string_equal(difference.text, latest);
+    second.first = 90; /* no common collective */
+    op_entries_describe_difference(&first, &second, true, &difference);
+    assert_string_equal(difference.text, latest);
+    second = (op_entry_list){.rank = 2, .first = 4, .count = 1, .entries = a + 1};
+    op_entries_describe_difference(&first, &second, true, &difference);
+    assert_string_equal(difference.text,
+                        "collective mismatch at or before this collective: rank 0 gathers 'a' "
+                        "(step 1, forward), rank 2 gathers 'b' (step 1, forward)");
+}
+
 static void first_difference_of_the_collectives_of_two_ranks_is_described(void **state) {
     (void)state;
     const op_entry a[] = {entry(FCT_OP_ALL_GATHER, "a"), entry(FCT_OP_ALL_GATHER, "b"),
@@ -232,15 +253,15 @@ static void first_difference_of_the_collectives_of_two_ranks_is_described(void *
     op_entry_list second = {.rank = 2, .first = 5, .count = 2, .entries = b};
     fct_difference difference;
     /* An entry without a label equals every entry. */
-    op_entries_describe_difference(&first, &second, &difference);
+    op_entries_describe_difference(&first, &second, false, &difference);
     assert_string_equal(difference.text, "collective mismatch: ranks 0 and 2 issued collectives of "
                                          "different sizes");
     second.count = 3;
-    op_entries_describe_difference(&first, &second, &difference);
+    op_entries_describe_difference(&first, &second, false, &difference);
     assert_non_null(strstr(difference.text, "rank 0 issues no other collective, rank 2 ends its "
                                             "backward"));
     second.first = 4;
-    op_entries_describe_difference(&first, &second, &difference);
+    op_entries_describe_difference(&first, &second, false, &difference);
     assert_string_equal(difference.text, "collective mismatch: rank 0 gathers 'a' (step 1, "
                                          "forward), rank 2 gathers 'b' (step 1, forward)");
 }
@@ -255,6 +276,7 @@ int main(void) {
         cmocka_unit_test(collective_of_another_size_than_predicted_is_a_departure),
         cmocka_unit_test(interrupted_rank_must_issue_the_collective_that_all_ranks_issue),
         cmocka_unit_test(collectives_of_a_stopped_group_raise),
+        cmocka_unit_test(difference_before_the_issued_collectives_of_two_lists_is_described),
         cmocka_unit_test(first_difference_of_the_collectives_of_two_ranks_is_described),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

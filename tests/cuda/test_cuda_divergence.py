@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +21,18 @@ Messages = dict[str, dict[str, str]]
 """The messages of the exceptions by case and forward. No exception is an empty string."""
 
 
+def run_ranks(run_worker: Any, folder: Path, pace: str) -> list[Messages]:
+    store = str(folder / "store")
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        runs = [
+            executor.submit(run_worker, "divergence", str(rank), store, pace) for rank in (0, 1)
+        ]
+        return [run.result() for run in runs]
+
+
 @pytest.fixture(scope="module")
 def ranks(run_worker: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Messages]:
-    file = tmp_path_factory.mktemp("ranks") / "store"
-    with concurrent.futures.ThreadPoolExecutor(2) as executor:
-        runs = [executor.submit(run_worker, "divergence", str(rank), str(file)) for rank in (0, 1)]
-        return [run.result() for run in runs]
+    return run_ranks(run_worker, tmp_path_factory.mktemp("ranks"), "paced")
 
 
 @pytest.mark.parametrize("case", DIFFERENCES)
@@ -50,6 +57,16 @@ def test_different_order_of_later_collectives_raises_on_both_ranks(ranks: list[M
         assert " failed on rank " in text
         difference = text.partition("collective mismatch: ")[2]
         assert "rank 0 gathers '0' (step 4, forward), rank 1 gathers '2' (step 4" in difference
+
+
+def test_different_order_of_many_collectives_between_comparisons_raises_on_both_ranks(
+    run_worker: Any, tmp_path: Path
+) -> None:
+    for messages in run_ranks(run_worker, tmp_path, "fast"):
+        text = messages["fast order"]["raised"]
+        assert " failed on rank " in text
+        assert "collective mismatch " in text
+        assert "rank 0 gathers '" in text and "rank 1 gathers '" in text
 
 
 def test_equal_order_of_100_steps_does_not_raise(ranks: list[Messages]) -> None:

@@ -123,6 +123,13 @@ PYTHON_MUTATIONS = {
         "unit/test_label_comparison.py",
         "assert False == True",
     ),
+    "request names a block that the neighbor drops before its answer": PythonMutation(
+        "_runtime/label_comparison.py",
+        " + 3 * self._issued",
+        "",
+        "unit/test_label_comparison.py",
+        "the neighbor has dropped the block",
+    ),
     "rank issues the collective although another rank leaves": PythonMutation(
         "_runtime/departures.py",
         "or not self._decide(store, key)",

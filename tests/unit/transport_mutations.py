@@ -108,6 +108,20 @@ TRANSPORT_MUTATIONS = {
         "test_agreement",
         "[  FAILED  ] first_difference_is_described_on_all_ranks",
     ),
+    "block of labels has no hash of its first half": Mutation(
+        "label_blocks",
+        "fct_hash_add(fct_hash_add(FCT_HASH_EMPTY, first), second)",
+        "fct_hash_add(FCT_HASH_EMPTY, second)",
+        "test_label_blocks",
+        "[  FAILED  ] only_blocks_with_another_label_have_another_hash",
+    ),
+    "block with an unknown label has a hash": Mutation(
+        "label_blocks",
+        "first == 0 || second == 0 ? 0 : ",
+        "",
+        "test_label_blocks",
+        "[  FAILED  ] only_blocks_with_another_label_have_another_hash",
+    ),
     "interrupted agreement is not finished before the next collective": Mutation(
         "negotiation",
         "    if (shm_negotiation_check_stopped(n) != 0 || finish_agreement(n, pg) != 0) {",
@@ -249,13 +263,6 @@ TRANSPORT_MUTATIONS = {
         "    while (first < world && world == 0) {",
         "test_agreement",
         "[  FAILED  ] rank_with_unknown_collectives_is_equal_to_every_rank",
-    ),
-    "label is read from the entry that the next collective overwrites": Mutation(
-        "agreement",
-        "number + OP_ENTRIES <= atomic_load",
-        "number + OP_ENTRIES < atomic_load",
-        "test_agreement",
-        "[  FAILED  ] label_is_readable_until_its_entry_is_the_next_to_be_overwritten",
     ),
     "agreement does not read round 1 first": Mutation(
         "negotiation",

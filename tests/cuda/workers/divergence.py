@@ -1,13 +1,13 @@
 """Runs models that differ between the ranks of an NCCL process group.
 
-``python divergence.py RANK FILE`` prints a JSON object, which maps each case to messages of
+``python divergence.py RANK FILE PACE`` prints a JSON object, which maps each case to messages of
 exceptions by name. A message is empty if no exception was raised. FILE is the rendezvous file of
-two ranks.
+two ranks. PACE is "paced", or "fast" for the case "fast order" alone.
 
 The cases of ``CASES`` have three messages: ``first`` of the first forward, and ``repeated`` of a
 second forward if the first one raised. ``equal`` is that of a forward of a model that is equal on
-all ranks. The cases "equal order" and "later order" have one message, ``raised``, of any of many
-forwards.
+all ranks. The cases "equal order", "later order" and "fast order" have one message, ``raised``, of
+any of many forwards.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -92,6 +93,25 @@ def run_steps(pace: LabelPace, rank: int, steps: int, other: int | None = None) 
     return ""
 
 
+def run_fast_steps(pace: LabelPace, rank: int, seconds: float) -> str:
+    """Like ``run_steps`` with ``other`` 1, without waits for comparisons.
+
+    Between two comparisons the ranks issue more collectives than the negotiation keeps labels.
+    """
+    model = build("equal", rank)
+    pace.set_interval(0.5)
+    end = time.monotonic() + seconds
+    steps = 0
+    while time.monotonic() < end:
+        if steps == 3 and rank == 1:
+            model.order.reverse()
+        message = run(model)
+        if message:
+            return message
+        steps += 1
+    return ""
+
+
 def run_case(case: str, rank: int) -> dict[str, str]:
     model = build(case, rank)
     first = run(model)
@@ -102,7 +122,7 @@ def run_case(case: str, rank: int) -> dict[str, str]:
     }
 
 
-def main(rank: int, file: str) -> dict[str, dict[str, str]]:
+def main(rank: int, file: str, kind: str) -> dict[str, dict[str, str]]:
     stub_runtime.start()
     import torch
     import torch.distributed as dist
@@ -111,6 +131,8 @@ def main(rank: int, file: str) -> dict[str, dict[str, str]]:
     store = dist.FileStore(file, RANKS)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=RANKS)
     pace = LabelPace()
+    if kind == "fast":
+        return {"fast order": {"raised": run_fast_steps(pace, rank, 30)}}
     return {case: run_case(case, rank) for case in CASES} | {
         "equal order": {"raised": run_steps(pace, rank, 100)},
         "later order": {"raised": run_steps(pace, rank, 1200, other=1)},
@@ -119,5 +141,5 @@ def main(rank: int, file: str) -> dict[str, dict[str, str]]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print(json.dumps(main(int(sys.argv[1]), sys.argv[2])), flush=True)
+    print(json.dumps(main(int(sys.argv[1]), sys.argv[2], sys.argv[3])), flush=True)
     os._exit(0)

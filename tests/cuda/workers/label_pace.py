@@ -19,7 +19,7 @@ class LabelPace:
         from fsdp_c._runtime import label_comparison, stall_monitor
 
         stall_monitor.INTERVAL = INTERVAL
-        label_comparison.INTERVAL = label_comparison.INTERVAL_WITH_REQUEST = INTERVAL
+        self.set_interval(INTERVAL)
         self._compared = threading.Event()
         compare = label_comparison.compare
 
@@ -28,6 +28,12 @@ class LabelPace:
             self._compared.set()
 
         label_comparison.compare = compare_and_set
+
+    @staticmethod
+    def set_interval(seconds: float) -> None:
+        from fsdp_c._runtime import label_comparison
+
+        label_comparison.INTERVAL = label_comparison.INTERVAL_WITH_REQUEST = seconds
 
     def end_step(self, step: int) -> None:
         """After each tenth step, waits for the end of this rank's next comparison.

@@ -246,7 +246,8 @@ def changed_before_backward(mismatch: Mismatch) -> bool:
     *earlier, last = [name for name, _ in mismatch.program]
     if last != "backward" or "was changed in place between" not in mismatch.by_fsdp_c[0]:
         return False
-    forwards = [index for index, name in enumerate(earlier) if name.startswith("forward")]
+    own = {"forward", "forward_of_module", "call_other_method", "evaluate_within_forward"}
+    forwards = [index for index, name in enumerate(earlier) if name in own]
     return any(name in WRITING for name in earlier[forwards[-1] :])
 
 
