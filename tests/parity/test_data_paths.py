@@ -1,8 +1,8 @@
 """Parity of other data paths of fsdp_c: a part of the basic grid, on two ranks.
 
 - without_kernels: torch's foreach operations replace fsdp_c's kernels, as on unsupported devices.
-- in_chunks: small parameters can be separate chunks of the collective, too. The
-  recording of collectives disables chunked collectives; test_chunks.py covers those.
+- in_chunks: small parameters are separate chunks of the collective, too. These runs do not record
+  collectives, because an observer of collectives disables chunks.
 - in_buckets: every gradient is reduced separately. Buckets change the collectives, but no results.
 """
 
@@ -15,7 +15,7 @@ from feature_support import SUPPORTED, features_of
 from grid import at_world_size, generate
 from record import differences, tensor_entries
 from setting import Launch, Setting
-from worker import RankRecords, run_grid
+from worker import RankRecords, run_grid, run_without_recording_collectives
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("parity_data_paths")]
 
@@ -32,18 +32,35 @@ def torch_records(tmp_path_factory: pytest.TempPathFactory) -> list[RankRecords]
     )
 
 
-@pytest.mark.parametrize("implementation", ["without_kernels", "in_chunks"])
-def test_data_path_without_kernels_or_in_chunks_matches_torch(
-    torch_records: list[RankRecords], tmp_path: Path, implementation: str
+def test_data_path_without_kernels_matches_torch(
+    torch_records: list[RankRecords], tmp_path: Path
 ) -> None:
     fsdp_c_records = run_grid(
-        f"{implementation}:fully_shard", SETTINGS, LAUNCH, tmp_path, is_under_test=True
+        "without_kernels:fully_shard", SETTINGS, LAUNCH, tmp_path, is_under_test=True
     )
     for index, setting in enumerate(SETTINGS):
         for rank in range(2):
             assert differences(torch_records[index][rank], fsdp_c_records[index][rank]) == [], (
                 setting
             )
+
+
+def test_results_of_chunked_collectives_match_torch(
+    torch_records: list[RankRecords], tmp_path: Path
+) -> None:
+    fsdp_c_records = run_grid(
+        "in_chunks:fully_shard",
+        SETTINGS,
+        LAUNCH,
+        tmp_path,
+        is_under_test=True,
+        target=run_without_recording_collectives,
+    )
+    for index, setting in enumerate(SETTINGS):
+        for rank in range(2):
+            expected, actual = torch_records[index][rank], fsdp_c_records[index][rank]
+            assert not any(label.startswith("collective ") for label, _ in actual)
+            assert differences(tensor_entries(expected), tensor_entries(actual)) == [], setting
 
 
 def test_reduction_in_buckets_matches_torch(

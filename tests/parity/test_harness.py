@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,14 @@ PLAIN = Setting(family="tiny")
 def fully_shard_exiting(*args: Any, **kwargs: Any) -> None:
     """Ends the process, as a memory error does."""
     os._exit(7)
+
+
+def fully_shard_exiting_after_all_settings(*args: Any, **kwargs: Any) -> Any:
+    """Calls torch's function. The process fails at its exit."""
+    from torch.distributed.fsdp import fully_shard
+
+    atexit.register(os._exit, 7)
+    return fully_shard(*args, **kwargs)
 
 
 def fully_shard_exiting_on_reshard(module: Any, **kwargs: Any) -> Any:
@@ -182,6 +191,12 @@ def test_run_grid_stops_after_max_crashes(tmp_path: Path) -> None:
         always_exiting, generate(0, 5), Launch(1), tmp_path, is_under_test=True, max_crashes=2
     )
     assert [records[0][-1][0] for records in fsdp_c_records] == ["crash"] * 2 + ["not run"] * 3
+
+
+def test_run_grid_raises_if_ranks_crash_after_their_last_setting(tmp_path: Path) -> None:
+    exiting = "test_harness:fully_shard_exiting_after_all_settings"
+    with pytest.raises(RuntimeError, match="exit status 7"):
+        run_grid(exiting, [PLAIN], Launch(1), tmp_path, is_under_test=True)
 
 
 def test_run_grid_compares_exceptions_by_type_and_message(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def run(
     settings: list[Setting],
     folder: str,
     is_fsdp_c: bool,
-) -> float:
-    """A rank on one device, with the parameters and the result of ``worker.run_on_processes``."""
+) -> None:
+    """A rank on one device, with the parameters of ``worker.run_on_processes``."""
     if is_fsdp_c:
         simulated.use_kernels(os.environ.get("FSDP_C_SIM_KERNELS", "1") != "0")
     original_run_one = worker._Rank._run_one
@@ -41,6 +41,6 @@ def run(
 
     worker._Rank._run_one = run_one_and_prepend_findings  # type: ignore[method-assign]
     assert dist.is_initialized()
-    return worker.run_on_processes(
+    worker.run_on_processes(
         rank, processes, world_size, implementation, settings, folder, is_fsdp_c
     )

@@ -11,7 +11,6 @@ import faulthandler
 import gc
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -47,19 +46,21 @@ def run_grid(
     is_under_test: bool,
     max_crashes: int = MAX_CRASHES,
     collective_seconds: float = COLLECTIVE_SECONDS,
-    target: Callable[..., float] | None = None,
+    target: Callable[..., None] | None = None,
     backend: str = "gloo",
     env: dict[str, str] | None = None,
     fresh: bool = False,
 ) -> list[RankRecords]:
     """Runs the settings under one implementation. Returns, per setting, the records of all ranks.
 
-    ``target`` and ``backend`` are for ranks on another device than the CPU. ``fresh`` is passed to
-    run_ranks. Thread ranks always need fresh interpreters, because MKL reads its environment once.
+    ``target`` replaces the function that runs in each rank. ``backend`` is for ranks on another
+    device than the CPU. ``fresh`` is passed to run_ranks. Thread ranks always need fresh
+    interpreters, because MKL reads its environment once.
 
     If a rank died during a setting, all its ranks have the single entry ("crash", report). Settings
     after ``max_crashes`` crashes have the single entry ("not run", reason). Raises RuntimeError if
-    ranks end without a record, as a thread does after an exception that no setting records.
+    ranks end without a record, as a thread does after an exception that no setting records. Raises
+    it also if a rank crashes after its last setting.
     """
     results: list[RankRecords] = []
     launches = crashes = 0
@@ -91,9 +92,10 @@ def run_grid(
             if completed == 0:  # a new launch would end in the same way
                 raise RuntimeError(f"no setting has the records of all ranks: {launch_folder}")
             continue
+        if len(results) == len(settings):
+            raise RuntimeError(f"crash after the last setting: {crash[1]}")
         crashes += 1
-        if len(results) < len(settings):
-            results.append([[crash]] * world_size)
+        results.append([[crash]] * world_size)
         if crashes == max_crashes:
             not_run: Entry = ("not run", f"after {crashes} crashes")
             results += [[[not_run]] * world_size] * (len(settings) - len(results))
@@ -114,15 +116,42 @@ def _read(path: Path) -> list[list[Entry]]:
 
 def run_on_processes(
     rank: int,
-    _: int,
+    _world_size: int,
     world_size: int,
     implementation: str,
     settings: list[Setting],
     folder: str,
     is_under_test: bool,
-) -> float:
-    """Runs every setting on one process, each with new models. Returns the seconds taken."""
-    begin = time.perf_counter()
+) -> None:
+    """Runs every setting on the rank of this process, each with new models."""
+    arguments = (rank, world_size, implementation, settings, folder, is_under_test)
+    with recorded_collectives() as collective_recorder:
+        _run_on_process(*arguments, collective_recorder)
+
+
+def run_without_recording_collectives(
+    rank: int,
+    _world_size: int,
+    world_size: int,
+    implementation: str,
+    settings: list[Setting],
+    folder: str,
+    is_under_test: bool,
+) -> None:
+    """As ``run_on_processes``, for implementations that issue other collectives than torch."""
+    arguments = (rank, world_size, implementation, settings, folder, is_under_test)
+    _run_on_process(*arguments, CollectiveRecorder())
+
+
+def _run_on_process(
+    rank: int,
+    world_size: int,
+    implementation: str,
+    settings: list[Setting],
+    folder: str,
+    is_under_test: bool,
+    collective_recorder: CollectiveRecorder,
+) -> None:
     store = dist.FileStore(str(Path(folder) / "status"), world_size)
 
     def compare_endings(index: int, ending: str) -> bool:
@@ -131,31 +160,28 @@ def run_on_processes(
         store.wait(keys, timedelta(seconds=SETTING_SECONDS + COLLECTIVE_SECONDS))
         return len({store.get(key) for key in keys}) == 1
 
-    with recorded_collectives() as collective_recorder:
-        runner = _Rank(
-            load_implementation(implementation),
-            is_under_test,
-            collective_recorder,
-            compare_endings,
-            threads=False,
-        )
-        runner.run(settings, Path(folder) / f"{rank}.records")
-    return time.perf_counter() - begin
+    runner = _Rank(
+        load_implementation(implementation),
+        is_under_test,
+        collective_recorder,
+        compare_endings,
+        threads=False,
+    )
+    runner.run(settings, Path(folder) / f"{rank}.records")
 
 
 def run_on_threads(
     _rank: int,
-    _: int,
+    _processes: int,
     world_size: int,
     implementation: str,
     settings: list[Setting],
     folder: str,
     is_under_test: bool,
-) -> float:
+) -> None:
     """As ``run_on_processes``, with all ranks as threads of this process."""
     import thread_ranks
 
-    begin = time.perf_counter()
     dist.destroy_process_group()
     fully_shard = load_implementation(implementation)
     barrier = threading.Barrier(world_size)
@@ -177,7 +203,6 @@ def run_on_threads(
             runner.run(settings, Path(folder) / f"{rank}.records")
 
         thread_ranks.run_threads(world_size, run)
-    return time.perf_counter() - begin
 
 
 COMPLETED = "completed"
