@@ -34,14 +34,15 @@ def test_complex_parameters_on_one_rank_match_plain_model() -> None:
 
 
 def test_real_reduce_dtype_applies_to_components_of_complex_gradients() -> None:
-    for by_fsdp_c, without in zip(
+    """complex64 is the complex dtype of the reduce dtypes float32 and bfloat16."""
+    for by_fsdp_c, default in zip(
         get_results("complex_parameters_reduced_in_real_dtypes", "fsdp_c"),
         get_results("complex_parameters", "fsdp_c"),
     ):
         wide = by_fsdp_c["torch.complex128"]
         assert differences(wide, by_fsdp_c["torch.float64"]) == []
         for case in ("torch.float32", "torch.bfloat16", "computed in bfloat16"):
-            assert differences(without["complex64"], by_fsdp_c[case]) == [], case
+            assert differences(default["complex64"], by_fsdp_c[case]) == [], case
     if releases.has("2.15"):  # torch drops the imaginary parts silently
         for expected_by_torch in get_results("complex_parameters_reduced_in_real_dtypes", "torch"):
             gradient, *_ = expected_by_torch["torch.float32"]
@@ -75,7 +76,7 @@ def test_frozen_parameters_of_dtypes_unsupported_by_gloo_are_gathered() -> None:
 def test_gradients_of_parameters_used_twice_match_torch() -> None:
     """Below 2.15, torch adds the gradients of one backward in the compute dtype.
 
-    From 2.15 on, it adds those of a first backward without sync in the reduce dtype.
+    From 2.15 on, it adds those of a first backward default sync in the reduce dtype.
     """
     results = assert_same("parameters_used_twice")
     for result in results:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -12,24 +13,30 @@ from behavior import assert_same
 pytestmark = pytest.mark.torch("2.13")
 
 
+def assert_equal_transitions(steps: dict[str, Any]) -> None:
+    first, *others = steps["transitions"]
+    assert others == [first, first]
+
+
 def test_chunked_losses_of_a_head_match_torch() -> None:
     for result in assert_same("losses_of_chunks"):
-        assert result["output cast"][0][0] == torch.bfloat16
-        transitions = result["resharded"][1]
+        hidden_dtype, *_ = result["output cast"]["results"][0]
+        assert hidden_dtype == torch.bfloat16
         # Two chunks, then the remaining backward.
+        transitions = result["resharded"]["transitions"][0]
         assert transitions.count("P norm, head POST_BACKWARD") == 3
         for steps in result.values():
-            assert steps[1] == steps[4] == steps[7]  # all steps are equal
-            assert all(gradient is not None for gradient in steps[2].values())
+            assert_equal_transitions(steps)
+            assert all(gradient is not None for gradient in steps["gradients"][0].values())
 
 
 def test_parameters_stay_unsharded_between_chunks() -> None:
     for result in assert_same("parameters_kept_for_chunks"):
-        for log in result.values():
-            for step in range(3):
-                chunks, after, gradients = log[3 * step : 3 * step + 3]
-                assert chunks[3] is True and chunks[6] is True
-                assert after is False
+        for steps in result.values():
+            assert len(steps) == 3
+            for (_, *chunks), unsharded_after, gradients in steps:
+                assert [is_unsharded for _, _, is_unsharded in chunks] == [True, True]
+                assert unsharded_after is False
                 assert all(gradient is not None for gradient in gradients.values())
 
 
@@ -40,21 +47,22 @@ def test_partial_forwards_match_torch(name: str) -> None:
 
 def test_module_run_alone_is_not_counted_in_the_next_forward() -> None:
     for result in assert_same("group_member_run_alone_between_forwards"):
-        counts = Counter(result[4])
+        counts = Counter(result["transitions"][1])
         assert counts["P middle, last POST_BACKWARD"] == 1
         assert sum(count for event, count in counts.items() if event.startswith("U middle")) == 2
 
 
 def test_recomputed_modules_are_not_counted_in_the_next_forward() -> None:
     for result in assert_same("recomputed_group_members"):
-        for name, steps in result.items():
-            assert steps[1] == steps[4] == steps[7], name
+        for steps in result.values():
+            assert_equal_transitions(steps)
 
 
 def test_units_inside_checkpoints_are_prefetched_in_torchs_order() -> None:
     for result in assert_same("prefetched_within_checkpoints"):
-        assert result["without lists"][1] != result["with lists"][1]
-        assert result["without lists"][2].keys() == result["with lists"][2].keys()
+        default, by_lists = result["without lists"], result["with lists"]
+        assert default["transitions"][0] != by_lists["transitions"][0]
+        assert default["gradients"][0].keys() == by_lists["gradients"][0].keys()
 
 
 @pytest.mark.parametrize("name", ["composable_checkpoints", "within_composable_ddp"])

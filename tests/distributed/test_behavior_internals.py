@@ -12,23 +12,25 @@ pytestmark = pytest.mark.torch("2.13")  # foreach_reduce and hooks within transf
 
 
 def test_torchs_collectives_accept_fsdp_c_parameters() -> None:
-    for record in assert_same("collectives_called_directly"):
-        assert record[0] == [["Parameter"] * 5, "UNSHARDED"]
-        assert record[2] == record[5] == [True] * 5
-        assert set(record[8]) == {0}
-        assert all(torch.all(gradient == 1.5) for gradient in record[10:])
+    for result in assert_same("collectives_called_directly"):
+        assert result["types, unsharded by group"] == ["Parameter"] * 5
+        assert result["states, unsharded by group"][0] == "UNSHARDED"
+        assert result["values by group"] == result["values by parameter"] == [True] * 5
+        assert set(result["bytes of outputs"]) == {0}
+        assert len(result["gradients"]) == 4
+        assert all(torch.all(gradient == 1.5) for gradient in result["gradients"])
 
 
 def test_param_group_of_torch_can_be_constructed_directly() -> None:
-    for record in assert_same("group_constructed_directly"):
-        assert record[1:3] == [["Parameter"] * 3, [True] * 3]
-        assert record[0] == record[3] == ["DTensor"] * 3
+    for result in assert_same("group_constructed_directly"):
+        assert result["unsharded"] == ["Parameter"] * 3
+        assert result["values"] == [True] * 3
+        assert result["constructed"] == result["resharded"] == ["DTensor"] * 3
 
 
 def test_live_model_after_uninstall_trains_with_the_bits_of_torch() -> None:
-    for record in assert_same("training_after_uninstall"):
-        calls = [entry for entry in record if isinstance(entry, int)]
-        assert len(calls) == 1 and calls[0] > 0, "a patch of torch's class has no effect"
+    for result in assert_same("training_after_uninstall"):
+        assert result["calls of the patch"] > 0, "a patch of torch's class has no effect"
 
 
 @pytest.mark.parametrize("name", ["event_of_the_optimizer", "hooks_on_unsharded_gradients"])
@@ -37,8 +39,9 @@ def test_internals_scenario_matches_torch(name: str) -> None:
 
 
 def test_shared_comm_context_reports_no_pending_work() -> None:
-    for record in assert_same("roots_that_share_a_context"):
-        assert record[1:4] == record[5:8] == [0, 0, None]
+    for steps in assert_same("roots_that_share_a_context"):
+        for step in steps:
+            assert step["pending"] == {"events": 0, "reductions": 0, "all-gather": None}
 
 
 def test_functorch_transforms_and_their_backwards_match_torch() -> None:
@@ -59,13 +62,16 @@ def test_jvp_as_first_forward_matches_torch() -> None:
 
 
 def test_parameters_unfrozen_while_unsharded_are_trained() -> None:
-    for record in get_results("unfrozen_while_unsharded", "fsdp_c"):
-        assert record == [True, [True] * 6, True, [True] * 6, [True] * 6]
+    for result in get_results("unfrozen_while_unsharded", "fsdp_c"):
+        assert result["losses"] == [True, True]
+        assert result["gradients"] == [[True] * 6] * 2
+        assert result["required"] == [True] * 6
 
 
 def test_torch_trains_parameters_unfrozen_while_unsharded_for_one_step() -> None:
-    for record in get_results("unfrozen_while_unsharded", "torch"):
-        assert record[:3] == [True, [True] * 6, False]
+    for result in get_results("unfrozen_while_unsharded", "torch"):
+        assert result["losses"] == [True, False]
+        assert result["gradients"][0] == [True] * 6
 
 
 def test_parameters_frozen_while_unsharded_stay_frozen() -> None:

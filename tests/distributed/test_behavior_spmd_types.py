@@ -15,7 +15,9 @@ pytestmark = [
 def test_parameters_with_spmd_types_train_as_in_torch() -> None:
     for result in assert_same("typed_parameters_train", world=4):
         for seen in result.values():
-            assert any("Parameter" in part for parts in seen["parts"] for part in parts)
+            assert any(
+                "Parameter" in param for params in seen["local parameters"] for param in params
+            )
         assert result["checked"]["outputs"][0] != "{}"
 
 

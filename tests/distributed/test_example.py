@@ -1,7 +1,7 @@
 """The training example on two gloo ranks, in a small configuration.
 
-One run and the interrupted runs use torchrun, as users do. All other runs use forked ranks. Only
-the interrupted runs start new interpreters.
+One run and the interrupted runs use torchrun, as users do, and one uses plain python. All other
+runs use forked ranks. Only the interrupted runs start new interpreters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ PRECISIONS = {"fp32": [], "bf16": ["--bf16"]}
 
 @dataclass
 class RunResult:
-    """Result of a run, as of ``subprocess.run``. ``stderr`` of forked ranks includes stdout."""
+    """Result of a run, as of ``subprocess.run``. ``stderr`` of forked ranks that fail includes
+    stdout."""
 
     returncode: int
     stdout: str
@@ -162,7 +163,7 @@ def test_example_prints_and_writes_its_results(runs: Runs) -> None:
     assert "of communication is hidden" in runs.printed[out]
 
 
-def test_example_without_torchrun_resumes_the_newest_checkpoint(
+def test_example_without_torchrun_resumes_the_newest_complete_checkpoint(
     tmp_path: Path,
 ) -> None:
     first = launch("--impl", "torch", "--out", tmp_path, ranks=1, by_command=True)

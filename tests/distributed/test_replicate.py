@@ -1,4 +1,4 @@
-"""``replicate`` on several ranks beside torch's, with all bucket sizes."""
+"""``replicate`` with several bucket sizes gives the results of torch's and of DDP."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CASES = [
 
 
 @functools.cache
-def outcomes(world: int) -> list[dict[str, str]]:
-    """Runs all scenarios in one launch; returns each rank's tracebacks by scenario."""
+def tracebacks(world: int) -> list[dict[str, str]]:
+    """Runs all scenarios in one launch. Returns, per rank, each scenario's traceback, or ""."""
     results: list[dict[str, str]] = run_ranks(replicated.outcomes, world, timeout=240)
     return results
 
 
 @pytest.mark.parametrize(("world", "scenario"), CASES)
 def test_replicate_scenario_passes_on_all_ranks(world: int, scenario: str) -> None:
-    assert [rank[scenario] for rank in outcomes(world)] == [""] * world
+    assert [rank[scenario] for rank in tracebacks(world)] == [""] * world

@@ -71,7 +71,10 @@ def test_reduction_larger_than_the_ring_overlaps_only_after_set_reduction_overla
 
 
 def test_gather_larger_than_the_ring_is_not_prefetched() -> None:
-    """Rank shards of 0.5 MB and 4.5 MB. The ring has 4 MiB. Observers do not change it."""
+    """Rank shards of 0.5 MB and 4.5 MB. The ring has 4 MiB.
+
+    A dispatch mode or a patch of torch's functions on the last rank does not change the decision.
+    """
     for results in run_ranks(shared_memory.record_prefetches, 2):
         assert results == {500: ([True] * 3, True), 1500: ([False] * 3, True)}
 
@@ -158,4 +161,4 @@ def test_destroyed_group_releases_memory_and_descriptors() -> None:
 
 def test_process_exit_without_destroying_the_group_is_clean() -> None:
     for output in run_ranks(shared_memory.__file__, 2):
-        assert "2" in output.splitlines()  # libraries may print other lines
+        assert "2" in output.splitlines()  # the number of rings; libraries may print other lines

@@ -72,7 +72,7 @@ def test_divergence_trial_allows_torchs_exception_for_one_kind_and_the_rank_that
 ) -> None:
     score = divergence_trials.Score()
     outcomes = [(OWN_ERROR if i == rank else BOTH, 0.1) for i in range(2)]
-    score.add("trial", kind, outcomes, culprit=1)
+    score.add("trial", kind, outcomes, differing_rank=1)
     assert (score.unnamed, len(score.misses)) == (int(is_miss), int(is_miss))
 
 
@@ -81,6 +81,6 @@ def test_divergence_trial_that_is_later_than_a_second_is_a_miss(
     slack: float, is_miss: bool
 ) -> None:
     score = divergence_trials.Score()
-    score.add("trial", "frozen later", [(BOTH, 0.1), (BOTH, 1.2)], culprit=1, slack=slack)
+    score.add("trial", "frozen later", [(BOTH, 0.1), (BOTH, 1.2)], differing_rank=1, slack=slack)
     assert len(score.misses) == int(is_miss)
     assert "| 1 |" in score.format(divergence_trials.Options("gloo", 2, "a later step"))

@@ -81,11 +81,11 @@ def run_ending_ranks(case: str, folder: Path) -> tuple[list[int], list[str]]:
 
 @pytest.mark.parametrize("case", ending_ranks.CASES)
 def test_rank_that_ends_by_an_exception_writes_its_records(case: str, tmp_path: Path) -> None:
-    culprit = ending_ranks.CASES[case]
+    ending_rank = ending_ranks.CASES[case]
     statuses, errors = run_ending_ranks(case, tmp_path)
-    assert statuses == [int(rank == culprit or case == "raises") for rank in range(2)], errors
-    header, own = read_file(str(next((tmp_path / "records").glob(f"*rank{culprit}.records"))))
-    assert header["rank"] == culprit
+    assert statuses == [int(rank == ending_rank or case == "raises") for rank in range(2)], errors
+    header, own = read_file(str(next((tmp_path / "records").glob(f"*rank{ending_rank}.records"))))
+    assert header["rank"] == ending_rank
     gathers = [record for record in own if record.kind == "all-gather"]
     assert len(gathers) > 3
     newest = max(own, key=lambda record: record.number)

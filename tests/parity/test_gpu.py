@@ -1,4 +1,4 @@
-"""Parity on a CUDA device: trainings give torch's bits, with kernel launches that do not block.
+"""Parity on a CUDA device: trainings give torch's bits.
 
 Four processes run over gloo, and share devices if there are fewer than four. NCCL runs on one rank,
 and on two if there are two devices. tests/gpu tests for races, with a process group that never
@@ -39,7 +39,7 @@ def nccl_two_ranks() -> Runs:
 
 
 def assert_same(runs: Runs, name: str) -> None:
-    assert not gpu_jobs.find_failures(runs, name)
+    assert not gpu_jobs.find_exceptions(runs, name)
     features.assert_same_bits(runs["torch"], runs["fsdp_c"], name)
 
 

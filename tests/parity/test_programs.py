@@ -13,7 +13,7 @@ import program_mistakes
 import programs
 import pytest
 from program_known import RULES, find_rule
-from program_ranks import Rank, Step
+from program_ranks import RankOutcome, Step
 
 COUNT = int(os.environ.get("FSDP_C_PROGRAMS", "40"))
 SEED = int(os.environ.get("FSDP_C_PROGRAMS_SEED", "0"))
@@ -57,7 +57,7 @@ def test_generated_programs_are_equal_for_a_seed_and_after_formatting_and_parsin
 class ScriptedServer:
     """Returns prepared outcomes in order, and repeats the last one."""
 
-    def __init__(self, *outcomes: Rank) -> None:
+    def __init__(self, *outcomes: RankOutcome) -> None:
         self.outcomes = list(outcomes)
         self.runs = 0
 
@@ -66,13 +66,16 @@ class ScriptedServer:
     ) -> None:
         self.runs += 1
 
-    def read_ranks(self) -> list[Rank]:
+    def read_outcomes(self) -> list[RankOutcome]:
         return [self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]]
 
 
-ENDED: Rank = ([["gave None"]] * 100, "")
-HUNG: Rank = ([["gave None"]], "hung")
-TIMED_OUT: Rank = ([["gave None"], ["raised RuntimeError: Timed out waiting for a rank"]], "")
+ENDED: RankOutcome = ([["gave None"]] * 100, "")
+HUNG: RankOutcome = ([["gave None"]], "hung")
+TIMED_OUT: RankOutcome = (
+    [["gave None"], ["raised RuntimeError: Timed out waiting for a rank"]],
+    "",
+)
 
 
 @pytest.mark.parametrize("late", [HUNG, TIMED_OUT], ids=["hung", "timed out"])
@@ -86,7 +89,7 @@ TIMED_OUT: Rank = ([["gave None"], ["raised RuntimeError: Timed out waiting for 
 )
 def test_hang_of_a_program_passes_only_if_torch_hangs_in_a_rerun(
     monkeypatch: pytest.MonkeyPatch,
-    late: Rank,
+    late: RankOutcome,
     torch_outcomes: tuple[Any, ...],
     fsdp_c_hangs: str,
     fails: bool,

@@ -15,7 +15,11 @@ WIDTH = 4
 
 
 class ComplexLayer(nn.Module):
-    """A complex weight with uneven rows on two ranks, and optionally a real weight."""
+    """A complex weight with uneven rows on two ranks, and optionally a real weight.
+
+    ``lazy``: forward uses the conjugate of the weight, which torch computes lazily.
+    ``real``: number of rows of the real weight, 0: none.
+    """
 
     def __init__(self, rows: int, dtype: torch.dtype, lazy: bool = False, real: int = 0) -> None:
         super().__init__()
@@ -47,7 +51,10 @@ def storable(tensor: torch.Tensor) -> torch.Tensor:
 def train_model(
     rank: int, model: nn.Module, shard_fn: Callable[..., Any] | None, lr: float = 0.1, **kwargs: Any
 ) -> list[torch.Tensor]:
-    """Returns gradients of two backwards, and the weights after one step."""
+    """Returns gradients of two backwards, and the weights after one step.
+
+    ``rank`` seeds the data. If ``lr`` is 0, no step follows, and no weights are returned.
+    """
     if shard_fn is not None:
         for layer in model:
             shard_fn(layer, **kwargs)
@@ -99,7 +106,7 @@ def complex_parameters_on_one_rank(api: Api) -> dict[str, Any]:
 
 @scenario()
 def complex_parameters_reduced_in_real_dtypes(api: Api) -> dict[str, Any]:
-    """torch raises in the last backward, before its reduction."""
+    """Before 2.15, torch raises in the last backward, before its reduction."""
 
     def reduced_in(dtype: torch.dtype, compute: torch.dtype | None = None) -> list[torch.Tensor]:
         policy = MixedPrecisionPolicy(
@@ -119,11 +126,11 @@ def complex_beside_real_parameters(api: Api) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for lazy in (False, True):
         results[f"lazy {lazy}"] = train_model(
-            api.rank, complex_model(lazy=lazy, real=3), api.fully_shard, 0
+            api.rank, complex_model(lazy=lazy, real=3), api.fully_shard, lr=0
         )
         model = complex_model(lazy=lazy, real=3)
         for rank in range(api.world):
-            train_model(rank, model, None, 0)
+            train_model(rank, model, None, lr=0)
         results[f"lazy {lazy}, expected"] = [param.grad / api.world for param in model.parameters()]
     return results
 
@@ -132,7 +139,7 @@ def complex_beside_real_parameters(api: Api) -> dict[str, Any]:
 def complex32_parameters(api: Api) -> list[list[torch.Tensor]]:
     """Runs complex32, which torch's FSDP2 cannot divide on the CPU, and complex64."""
     return [
-        train_model(api.rank, complex_model(dtype), api.fully_shard, 0)
+        train_model(api.rank, complex_model(dtype), api.fully_shard, lr=0)
         for dtype in (torch.complex32, torch.complex64)
     ]
 
@@ -207,17 +214,17 @@ def parameters_with_grad_dtype(api: Api) -> dict[str, list[torch.Tensor]]:
     def train(
         dtype: torch.dtype,
         grad_dtype: torch.dtype | None,
-        change: str = "before",
+        assigned: str = "before fully_shard",
         mesh: Any = None,
         **dtypes: torch.dtype,
     ) -> list[torch.Tensor]:
         torch.manual_seed(3)
         model = nn.Sequential(Twice(), Twice()).to(dtype)
-        if change == "before":
+        if assigned == "before fully_shard":
             model[0].norm.weight.grad_dtype = grad_dtype
         for layer in (*model, model):
             api.fully_shard(layer, mp_policy=MixedPrecisionPolicy(**dtypes), mesh=mesh)
-        if change == "after":
+        if assigned == "after fully_shard":
             model[0].norm.weight.grad_dtype = grad_dtype
         torch.manual_seed(10 + api.rank)
         for step in range(4):
@@ -229,7 +236,7 @@ def parameters_with_grad_dtype(api: Api) -> dict[str, list[torch.Tensor]]:
     replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     return {
         "wider": train(bf16, fp32),
-        "wider, set after fully_shard": train(bf16, fp32, "after"),
+        "wider, set after fully_shard": train(bf16, fp32, "after fully_shard"),
         "wider, replicas": train(bf16, fp32, mesh=replicas),
         "narrower": train(fp32, bf16),
         "narrower, computed in bfloat16": train(fp32, bf16, param_dtype=bf16),

@@ -255,7 +255,7 @@ def counts_of_accumulation(api: Api) -> dict[str, Any]:
     return results
 
 
-def kinds(model: nn.Module) -> list[str]:
+def param_types(model: nn.Module) -> list[str]:
     return [type(p).__name__ for p in model.parameters()]
 
 
@@ -272,7 +272,7 @@ def unshard_and_reshard(api: Api) -> dict[str, Any]:
 
     def record_state(case: str, module: nn.Module) -> None:
         group = group_of(module)
-        results[case] = [kinds(module), group._sharded_state.name, group._training_state.name]
+        results[case] = [param_types(module), group._sharded_state.name, group._training_state.name]
 
     expected = blocks_and_head(2).state_dict()
     for block in blocks:
@@ -289,7 +289,7 @@ def unshard_and_reshard(api: Api) -> dict[str, Any]:
 
     handle = blocks[0].unshard(async_op=True)
     record_state("in flight", blocks[0])
-    results["handle"] = type(handle).__mro__[-2].__name__
+    results["handle"] = type(handle).__mro__[-2].__name__  # the base class below object
     handle.wait()
     record_state("waited", blocks[0])
     handle.wait()
@@ -406,7 +406,7 @@ def removed_hooks(api: Api) -> dict[str, Any]:
     results["output"] = output.detach()
     results["grad_fn"] = output.grad_fn.name()
     model.reshard()
-    results["kinds"] = kinds(model)
+    results["param_types"] = param_types(model)
     pair = [nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)]
     api.fully_shard(pair)
     pair[0]._get_fsdp_state()._pre_forward_hook_handle.remove()
@@ -433,15 +433,15 @@ def user_hooks_beside_fsdp_hooks(api: Api) -> list[Any]:
     record: list[Any] = []
     model = blocks_and_head(1)
     block = model[0]
-    block.register_forward_pre_hook(lambda m, args: record.append(["early pre", kinds(m)]))
-    block.register_forward_hook(lambda m, args, out: record.append(["early post", kinds(m)]))
+    block.register_forward_pre_hook(lambda m, args: record.append(["early pre", param_types(m)]))
+    block.register_forward_hook(lambda m, args, out: record.append(["early post", param_types(m)]))
     shard(api, model)
-    block.register_forward_pre_hook(lambda m, args: record.append(["late pre", kinds(m)]))
+    block.register_forward_pre_hook(lambda m, args: record.append(["late pre", param_types(m)]))
     block.register_forward_pre_hook(
-        lambda m, args: record.append(["prepended pre", kinds(m)]), prepend=True
+        lambda m, args: record.append(["prepended pre", param_types(m)]), prepend=True
     )
-    block.register_forward_hook(lambda m, args, out: record.append(["late post", kinds(m)]))
-    block.register_full_backward_hook(lambda m, gi, go: record.append(["backward", kinds(m)]))
+    block.register_forward_hook(lambda m, args, out: record.append(["late post", param_types(m)]))
+    block.register_full_backward_hook(lambda m, gi, go: record.append(["backward", param_types(m)]))
     for name, param in model.named_parameters():
         param.register_hook(lambda grad, name=name: record.append(["tensor hook", name]))
     for _ in range(2):
@@ -484,7 +484,7 @@ def threads_that_took_the_gil(api: Api) -> int:
             optimizer.step()
             optimizer.zero_grad()
         wait_for_gloo_threads()
-        taken = count_thread_states() - before - 1
+        taken = count_thread_states() - before - 1  # without the thread of this count
         store.set(f"threads_that_took_the_gil/{attempt}/{api.rank}", str(taken))
         keys = [f"threads_that_took_the_gil/{attempt}/{rank}" for rank in range(api.world)]
         if any(int(store.get(key)) > 0 for key in keys):

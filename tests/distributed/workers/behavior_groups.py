@@ -55,17 +55,19 @@ def record_transitions(record: list[str]) -> Iterator[None]:
         yield
 
 
-def record_steps(model: nn.Module, run: Callable[[int], Any], steps: int = 3) -> list[Any]:
-    """Returns transitions and gradients per step, then all-gather ranges of an unpatched step."""
-    results: list[Any] = []
+def record_steps(model: nn.Module, run: Callable[[int], Any], steps: int = 3) -> dict[str, Any]:
+    """Returns result, transitions and gradients of each step, and those of unpatched steps: their
+    all-gather ranges, and their accumulated gradients."""
+    results: dict[str, Any] = {"results": [], "transitions": [], "gradients": []}
     for step in range(steps):
         record: list[str] = []
         with record_transitions(record):
-            results.append(run(step))
-        results += [record, grads(model)]
+            results["results"].append(run(step))
+        results["transitions"].append(record)
+        results["gradients"].append(grads(model))
         model.zero_grad()
-    results.append([name for name in profiled(lambda: run(0)) if "all_gather" in name])
-    return [*results, grads(model)]
+    ranges = [name for name in profiled(lambda: run(0)) if "all_gather" in name]
+    return results | {"unpatched ranges": ranges, "unpatched gradients": grads(model)}
 
 
 # ---- modules that are called outside of the root's forward ----
@@ -93,25 +95,31 @@ def tokens(rank: int, step: int) -> torch.Tensor:
     return torch.randint(0, SYMBOLS, (2, 8), generator=generator)
 
 
-def shard_headed_model(api: Api, tied: bool = False, recomputed: bool = False, **group: Any) -> Any:
+def shard_headed_model(
+    api: Api, tied: bool = False, recomputed: bool = False, **head_options: Any
+) -> Any:
+    """``head_options`` are the arguments of ``fully_shard`` for the group of the head."""
     torch.manual_seed(5)
     model = HeadedModel(tied)
     if recomputed:
         composable_checkpoint(model.body)
     api.fully_shard(model.body)
     if tied:
-        api.fully_shard([model.embedding, model.norm, model.head], **group)
+        api.fully_shard([model.embedding, model.norm, model.head], **head_options)
     else:
         api.fully_shard(model.embedding)
-        api.fully_shard([model.norm, model.head], **group)
+        api.fully_shard([model.norm, model.head], **head_options)
     return api.fully_shard(model)
 
 
 def run_in_chunks(
-    model: Any, rank: int, step: int, note: Callable[[], Any] = lambda: None
+    model: Any, rank: int, step: int, observe: Callable[[], Any] = lambda: None
 ) -> list[Any]:
     """Runs loss and backward of the head for each half of the hidden states, then the backward of
-    the other modules."""
+    the other modules.
+
+    Returns the dtype of the hidden states, and a list for each half, which ends with ``observe()``.
+    """
     hidden = model(tokens(rank, step), with_head=False)
     results: list[Any] = [hidden.dtype]
     gradients = []
@@ -121,7 +129,7 @@ def run_in_chunks(
         loss = output.float().square().mean()
         loss.backward()
         gradients.append(part.grad)
-        results += [output.dtype, loss.item(), note()]
+        results.append([output.dtype, loss.item(), observe()])
     hidden.backward(torch.cat(gradients, dim=1).to(hidden.dtype))
     return results
 
@@ -147,21 +155,25 @@ def losses_of_chunks(api: Api) -> dict[str, Any]:
 
 @scenario()
 def parameters_kept_for_chunks(api: Api) -> dict[str, Any]:
-    """The head stays unsharded between the chunks; ``reshard()`` is called after them."""
+    """The head stays unsharded between the chunks; ``reshard()`` is called after them.
+
+    Returns for each step the results of its chunks, whether the head is unsharded after
+    ``reshard()``, and gradients.
+    """
     results: dict[str, Any] = {}
     for tied in (False, True):
         for reshard in (False, True):
             model = shard_headed_model(api, tied, reshard_after_forward=reshard)
             group = group_of(model.head)
-            log = results[f"{tied} {reshard}"] = []
+            steps = results[f"{tied} {reshard}"] = []
             for step in range(3):
                 model.head.set_reshard_after_backward(False)
                 model.head.set_reshard_after_forward(False)
-                log.append(run_in_chunks(model, api.rank, step, lambda g=group: g.is_unsharded))  # type: ignore[misc]
+                chunks = run_in_chunks(model, api.rank, step, lambda g=group: g.is_unsharded)  # type: ignore[misc]
                 model.head.set_reshard_after_backward(True)
                 model.head.set_reshard_after_forward(True)
                 model.head.reshard()
-                log += [group.is_unsharded, grads(model)]
+                steps.append([chunks, group.is_unsharded, grads(model)])
                 model.zero_grad(set_to_none=step % 2 == 0)
     return results
 
@@ -180,7 +192,7 @@ def accumulated_chunks(api: Api) -> list[Any]:
 
 
 @scenario()
-def two_forwards_without_the_head(api: Api) -> list[Any]:
+def two_forwards_without_the_head(api: Api) -> dict[str, Any]:
     model = shard_headed_model(api)
 
     def run(step: int) -> None:
@@ -205,7 +217,7 @@ class SeparateLast(nn.Module):
 
 
 @scenario()
-def group_member_run_alone_between_forwards(api: Api) -> list[Any]:
+def group_member_run_alone_between_forwards(api: Api) -> dict[str, Any]:
     torch.manual_seed(5)
     model: Any = SeparateLast()
     api.fully_shard(model.first)
@@ -346,7 +358,7 @@ class PrefetchingModel(nn.Module):
 
 
 @scenario()
-def within_composable_ddp(api: Api) -> list[Any]:
+def within_composable_ddp(api: Api) -> dict[str, Any]:
     torch.manual_seed(5)
     model = PrefetchingModel()
     for block in model.blocks:

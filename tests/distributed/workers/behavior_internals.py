@@ -19,7 +19,7 @@ from behavior import (
     shard,
     train,
 )
-from behavior_events import group_of, kinds
+from behavior_events import group_of, param_types
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -73,6 +73,7 @@ def gather_directly(group: Any) -> None:
 
 
 def reduce_directly(group: Any, gradients: list[torch.Tensor]) -> int:
+    """Reduces with torch's function. Returns the number of values that this function returns."""
     stream = torch.cpu.current_stream()
     return len(
         foreach_reduce(
@@ -95,7 +96,7 @@ def reduce_directly(group: Any, gradients: list[torch.Tensor]) -> int:
 
 
 @scenario()
-def collectives_called_directly(api: Api) -> list[Any]:
+def collectives_called_directly(api: Api) -> dict[str, Any]:
     """Gathers by group and by parameter, then reduces gradients, all with torch's functions."""
     model = ManyShapes()
     expected = [parameter.detach().clone() for parameter in model.parameters()]
@@ -103,37 +104,42 @@ def collectives_called_directly(api: Api) -> list[Any]:
     group = group_of(model)
     group.lazy_init()
     group.comm_ctx.lazy_init(CPU)
-    record: list[Any] = []
+    results: dict[str, Any] = {}
 
-    def record_state() -> None:
-        record.append([kinds(model), group._sharded_state.name])
-        record.append([param.sharded_state.name for param in group.fsdp_params])
+    def record_state(case: str) -> None:
+        results[f"types, {case}"] = param_types(model)
+        results[f"states, {case}"] = [
+            group._sharded_state.name,
+            *(param.sharded_state.name for param in group.fsdp_params),
+        ]
+
+    def compare_values() -> list[bool]:
+        return [torch.equal(*pair) for pair in zip(model.parameters(), expected)]
 
     gather_directly(group)
     group._to_unsharded()
-    record_state()
-    record.append([torch.equal(*pair) for pair in zip(model.parameters(), expected)])
+    record_state("unsharded by group")
+    results["values by group"] = compare_values()
     group._to_sharded()
-    record_state()
+    record_state("sharded by group")
     gather_directly(group)
     for param in group.fsdp_params:
         param.to_unsharded()
-    record.append([torch.equal(*pair) for pair in zip(model.parameters(), expected)])
+    results["values by parameter"] = compare_values()
     for param in group.fsdp_params:
         param.to_sharded()
-    record_state()
-    record.append(
-        [t.untyped_storage().nbytes() for p in group.fsdp_params for t in p.all_gather_outputs]
-    )
-    record.append(
-        reduce_directly(group, [(api.rank + 1) * torch.ones_like(t) for t in expected[:4]])
-    )
-    record += [full_value(param.sharded_param.grad) for param in group.fsdp_params[:4]]
-    return record
+    record_state("sharded by parameter")
+    results["bytes of outputs"] = [
+        t.untyped_storage().nbytes() for p in group.fsdp_params for t in p.all_gather_outputs
+    ]
+    gradients = [(api.rank + 1) * torch.ones_like(t) for t in expected[:4]]
+    results["length of reduction's result"] = reduce_directly(group, gradients)
+    reduced = [full_value(param.sharded_param.grad) for param in group.fsdp_params[:4]]
+    return results | {"gradients": reduced}
 
 
 @scenario()
-def group_constructed_directly(api: Api) -> list[Any]:
+def group_constructed_directly(api: Api) -> dict[str, Any]:
     """Constructs torch's FSDPParamGroup, also while fsdp_c is installed."""
     with contextlib.ExitStack() as undo:
         if api.is_fsdp_c:
@@ -146,19 +152,20 @@ def group_constructed_directly(api: Api) -> list[Any]:
         group = FSDPParamGroup(list(module), (module,), info, info, CPU, None, *policies)
         group.lazy_init()
         group.comm_ctx.lazy_init(CPU)
-        record: list[Any] = [kinds(module)]
+        results: dict[str, Any] = {"constructed": param_types(module)}
         group.unshard()
         group.wait_for_unshard()
-        record += [kinds(module), [torch.equal(*pair) for pair in zip(module, expected)]]
+        results["unsharded"] = param_types(module)
+        results["values"] = [torch.equal(*pair) for pair in zip(module, expected)]
         group.reshard()
-        return [*record, kinds(module)]
+        return results | {"resharded": param_types(module)}
 
 
 # ---- uninstall() ----
 
 
 @scenario()
-def training_after_uninstall(api: Api) -> list[Any]:
+def training_after_uninstall(api: Api) -> dict[str, Any]:
     """Runs a step and fsdp_c.uninstall(), then steps with and without gradient synchronization."""
     with contextlib.ExitStack() as undo:
         if api.is_fsdp_c:
@@ -166,7 +173,7 @@ def training_after_uninstall(api: Api) -> list[Any]:
             undo.callback(fsdp_c.uninstall)
         model = shard(api, blocks_and_head(), mp_policy=MIXED)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        record = train(model, api.rank, 1, optimizer)
+        trained = train(model, api.rank, 1, optimizer)
     calls: list[Any] = []
     unshard = FSDPParamGroup.unshard
 
@@ -174,27 +181,27 @@ def training_after_uninstall(api: Api) -> list[Any]:
         calls.append(self)
         return unshard(self, *args, **kwargs)
 
-    record += train(model, api.rank, 2, optimizer)
+    trained += train(model, api.rank, 2, optimizer)
     FSDPParamGroup.unshard = counting  # type: ignore[method-assign]
     try:
         model.set_requires_gradient_sync(False)
         model(batch(api.rank, 7)).square().mean().backward()
         model.set_requires_gradient_sync(True)
-        record += train(model, api.rank, 1, optimizer)
+        trained += train(model, api.rank, 1, optimizer)
     finally:
         FSDPParamGroup.unshard = unshard  # type: ignore[method-assign]
     FSDPParamGroup.unshard(group_of(model[0]))
-    record += [len(calls), kinds(model[0])]
+    results = {"calls of the patch": len(calls), "types": param_types(model[0])}
     FSDPParamGroup.wait_for_unshard(group_of(model[0]))
     FSDPParamGroup.reshard(group_of(model[0]))
-    return [*record, *train(model, api.rank, 2, optimizer)]
+    return results | {"trained": trained + train(model, api.rank, 2, optimizer)}
 
 
 # ---- attributes used by callers ----
 
 
 @scenario()
-def roots_that_share_a_context(api: Api) -> list[Any]:
+def roots_that_share_a_context(api: Api) -> list[dict[str, Any]]:
     """Roots share a context after lazy init; it has no pending work between steps."""
     torch.manual_seed(5)
     model = nn.Sequential(ResidualBlock(), ResidualBlock(), ResidualBlock())
@@ -203,12 +210,16 @@ def roots_that_share_a_context(api: Api) -> list[Any]:
         block._get_fsdp_state()._lazy_init()
     share_comm_ctx(list(model))
     context = model[0]._get_fsdp_state()._comm_ctx
-    record: list[Any] = []
+    steps: list[dict[str, Any]] = []
     for step in range(2):
         model(batch(api.rank, step)).square().mean().backward()
-        record += [grads(model), len(context._last_post_reduce_events)]
-        record += [len(context.reduce_scatter_states), context.all_gather_state]
-    return record
+        pending = {
+            "events": len(context._last_post_reduce_events),
+            "reductions": len(context.reduce_scatter_states),
+            "all-gather": context.all_gather_state,
+        }
+        steps.append({"gradients": grads(model), "pending": pending})
+    return steps
 
 
 @scenario()
@@ -303,8 +314,12 @@ def have_gradients(model: nn.Module) -> list[bool]:
 
 
 @scenario()
-def unfrozen_while_unsharded(api: Api) -> list[Any]:
-    """Freezes parameters during an evaluation that leaves them unsharded, then unfreezes them."""
+def unfrozen_while_unsharded(api: Api) -> dict[str, Any]:
+    """Freezes parameters during an evaluation that leaves them unsharded, then unfreezes them.
+
+    Returns, for each of two steps, whether its loss requires grad, and which parameters got a
+    gradient. Also returns which parameters require grad afterwards.
+    """
     model = blocks_and_head(1)
     for block in model:
         api.fully_shard(block, reshard_after_forward=False)
@@ -313,20 +328,25 @@ def unfrozen_while_unsharded(api: Api) -> list[Any]:
     with torch.no_grad():
         model(batch(api.rank))
     model.requires_grad_(True)
-    record: list[Any] = []
+    losses: list[bool] = []
+    gradients: list[list[bool]] = []
     for step in range(2):
         loss = model(batch(api.rank, step)).square().mean()
-        record.append(loss.requires_grad)
+        losses.append(loss.requires_grad)
         if loss.requires_grad:
             loss.backward()
-        record.append(have_gradients(model))
+        gradients.append(have_gradients(model))
         model.zero_grad()
-    return [*record, [parameter.requires_grad for parameter in model.parameters()]]
+    required = [parameter.requires_grad for parameter in model.parameters()]
+    return {"losses": losses, "gradients": gradients, "required": required}
 
 
 @scenario()
 def frozen_while_unsharded_and_stepped(api: Api) -> list[Any]:
-    """The step makes the gathered parameters stale, so the next forward gathers again."""
+    """The step makes the gathered parameters stale, so the next forward gathers again.
+
+    Returns which parameters got a gradient, and which require grad.
+    """
     model = shard(api, blocks_and_head(1), reshard_after_forward=False)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)

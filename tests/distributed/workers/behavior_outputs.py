@@ -18,7 +18,7 @@ from behavior import (
     grads,
     scenario,
 )
-from behavior_training import with_grad
+from behavior_training import input_with_grad
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 
 # ---- containers ----
@@ -93,7 +93,7 @@ def containers(api: Api) -> dict[str, Any]:
             for child in (model.first, model.second):
                 api.fully_shard(child, mp_policy=policy)
             api.fully_shard(model, mp_policy=policy)
-            x, bias = with_grad(api), batch(api.rank, 1)[0]
+            x, bias = input_with_grad(api), batch(api.rank, 1)[0]
             output = model(pack(kind, x, batch(api.rank, 2)), bias=bias)
             outputs = tensors_of(output)
             sum(t.square().mean() for t in outputs).backward()
@@ -146,7 +146,7 @@ def tensor_subclasses_as_inputs_and_outputs(api: Api) -> dict[str, Any]:
         model = Types()
         policy = MixedPrecisionPolicy(param_dtype=dtypes[0], output_dtype=dtypes[1])
         api.fully_shard(model, mp_policy=policy)
-        plain, subclass = with_grad(api), with_grad(api, 1).detach().as_subclass(kind)
+        plain, subclass = input_with_grad(api), input_with_grad(api, 1).detach().as_subclass(kind)
         Recorded.calls.clear()
         x, bias = (subclass, plain) if subclass_first else (plain, subclass)
         output = model(x, bias=bias)

@@ -47,7 +47,7 @@ class TypedBlock(nn.Module):
         self.down = nn.Parameter((torch.randn(WIDTH, WIDTH)[:, part] / 3).contiguous())
         self.shift = nn.Parameter(torch.randn(WIDTH))
         self.scale = nn.Parameter(torch.randn(WIDTH))
-        self.parts: list[str] = []
+        self.local_params: list[str] = []
         if is_typed:
             axes = {name: mesh.get_group(name) for name in ("dp", "tp")}
             spmd.assert_type(self.up, {axes["dp"]: spmd.R, axes["tp"]: spmd.S(0)})
@@ -59,7 +59,7 @@ class TypedBlock(nn.Module):
         import spmd_types as spmd
 
         group = self.mesh.get_group("tp")
-        self.parts = [
+        self.local_params = [
             f"{name} {type(param).__name__} {tuple(param.shape)} {spmd.get_local_type(param)}"
             for name, param in self.named_parameters()
         ]
@@ -99,7 +99,7 @@ def train(
                 dp_mesh_dims=DataParallelMeshDims(shard="dp"),
             )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    seen: dict[str, Any] = {"losses": [], "outputs": [], "parts": []}
+    seen: dict[str, Any] = {"losses": [], "outputs": [], "local parameters": []}
     seen["sharded"] = [f"{p.placements} {sorted(vars(p))}" for p in model.parameters()]
     torch.manual_seed(10 + mesh.get_local_rank("dp"))
     for step in range(steps):
@@ -112,7 +112,7 @@ def train(
                 spmd.assert_type(x, {dp: spmd.V, tp: spmd.I})
             y = model(x.requires_grad_())
             seen["outputs"].append(str(spmd.get_local_type(y)))
-            seen["parts"] += [block.parts for block in model]
+            seen["local parameters"] += [block.local_params for block in model]
             loss = y.square().sum()
             spmd.reinterpret(loss, dp, src=spmd.V, dst=spmd.P).backward()
         seen["losses"].append(loss.detach().clone())

@@ -34,17 +34,23 @@ from toy_models import Checkpointed, ResidualBlock
 # ---- an evaluation between backward and the optimizer's step ----
 
 
-def by_optimizer(kind: type[torch.optim.Optimizer], **options: Any) -> Any:
-    def prepare(model: nn.Module) -> Any:
+Step = Callable[[], Any]
+MakeStep = Callable[[nn.Module], Step]
+
+
+def optimizer_step(kind: type[torch.optim.Optimizer], **options: Any) -> MakeStep:
+    """Returns a function that makes an optimizer of a model, and returns its ``step``."""
+
+    def make(model: nn.Module) -> Step:
         return kind(model.parameters(), lr=0.5, **options).step
 
-    return prepare
+    return make
 
 
-def by_user_code(write: Any) -> Any:
-    """``write(param, change)`` subtracts the change."""
+def user_step(write: Callable[[Any, Any], Any]) -> MakeStep:
+    """Returns a function that makes an SGD step. ``write(param, change)`` subtracts the change."""
 
-    def prepare(model: nn.Module) -> Any:
+    def make(model: nn.Module) -> Step:
         params = list(model.parameters())
 
         def step() -> None:
@@ -54,27 +60,25 @@ def by_user_code(write: Any) -> Any:
 
         return step
 
-    return prepare
+    return make
 
 
-WRITERS = {
-    "sgd foreach": by_optimizer(torch.optim.SGD, foreach=True),
-    "sgd": by_optimizer(torch.optim.SGD, foreach=False),
-    "adamw foreach": by_optimizer(torch.optim.AdamW, foreach=True),
-    "adamw fused": by_optimizer(torch.optim.AdamW, fused=True),
-    "parameter": by_user_code(lambda param, change: param.sub_(change)),
-    "to_local": by_user_code(lambda param, change: param.to_local().sub_(change.to_local())),
-    "copy_": by_user_code(lambda param, change: param.copy_(param - change)),
-    "_local_tensor": by_user_code(
-        lambda param, change: param._local_tensor.sub_(change.to_local())
-    ),
+STEPS: dict[str, MakeStep] = {
+    "sgd foreach": optimizer_step(torch.optim.SGD, foreach=True),
+    "sgd": optimizer_step(torch.optim.SGD, foreach=False),
+    "adamw foreach": optimizer_step(torch.optim.AdamW, foreach=True),
+    "adamw fused": optimizer_step(torch.optim.AdamW, fused=True),
+    "parameter": user_step(lambda param, change: param.sub_(change)),
+    "to_local": user_step(lambda param, change: param.to_local().sub_(change.to_local())),
+    "copy_": user_step(lambda param, change: param.copy_(param - change)),
+    "_local_tensor": user_step(lambda param, change: param._local_tensor.sub_(change.to_local())),
 }
 
 
 def train_with_evaluation(
     api: Api,
     mode: Any,
-    writer: Any = WRITERS["sgd foreach"],
+    make_step: MakeStep = STEPS["sgd foreach"],
     after: bool = False,
     prefetch: bool = False,
     **kwargs: Any,
@@ -87,7 +91,7 @@ def train_with_evaluation(
     model = shard(api, blocks_and_head(), **kwargs)
     if prefetch:
         model[-2].set_modules_to_forward_prefetch([model[0]])
-    step = writer(model)
+    step = make_step(model)
     params = list(model.parameters())
 
     def evaluate() -> float:
@@ -112,10 +116,10 @@ def train_with_evaluation(
 @scenario()
 def evaluation_before_step(api: Api) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name, writer in WRITERS.items():
+    for name, make_step in STEPS.items():
         results[name] = {
-            "without": train_with_evaluation(api, None, writer)["losses"],
-            "with": train_with_evaluation(api, torch.no_grad(), writer)["losses"],
+            "without": train_with_evaluation(api, None, make_step)["losses"],
+            "with": train_with_evaluation(api, torch.no_grad(), make_step)["losses"],
         }
     for reshard in (True, False):
         results[f"reshard {reshard}"] = {
@@ -139,6 +143,7 @@ def evaluation_before_step(api: Api) -> dict[str, Any]:
 
 @scenario()
 def evaluations_around_a_step(api: Api) -> dict[str, Any]:
+    """Evaluates after each optimizer step only, and before and after each."""
     return {
         "after": train_with_evaluation(api, None, after=True),
         "around": train_with_evaluation(api, torch.no_grad(), after=True),
@@ -164,7 +169,7 @@ def gathers_of_evaluations(api: Api) -> dict[str, list[int]]:
     return results
 
 
-def train_evaluated(api: Api, reshard: bool | None, inference_first: bool) -> list[Any]:
+def train_after_evaluation(api: Api, reshard: bool | None, inference_first: bool) -> list[Any]:
     """Evaluates, then trains two steps with an evaluation before each optimizer step."""
     model = shard(api, blocks_and_head(), reshard_after_forward=reshard)
     params = list(model.parameters())
@@ -187,12 +192,12 @@ def train_evaluated(api: Api, reshard: bool | None, inference_first: bool) -> li
 
 @scenario()
 def first_forward_in_inference_mode(api: Api) -> list[Any]:
-    return [train_evaluated(api, reshard, True) for reshard in (None, True, False)]
+    return [train_after_evaluation(api, reshard, True) for reshard in (None, True, False)]
 
 
 @scenario()
 def first_forward_without_grad(api: Api) -> list[Any]:
-    return [train_evaluated(api, True, False)]
+    return [train_after_evaluation(api, True, False)]
 
 
 # ---- the arithmetic of reductions ----
@@ -216,7 +221,7 @@ def reduce_gradients(api: Api, configure: Any, **policy: Any) -> dict[str, torch
     return grads(model)
 
 
-def factor_of(value: float) -> Any:
+def set_divide_factor(value: float) -> Any:
     return lambda module: module.set_gradient_divide_factor(value)
 
 
@@ -228,15 +233,15 @@ def force_sum(module: Any) -> None:
 def divide_factor(api: Api) -> dict[str, Any]:
     return {
         "local": local_gradients(api),
-        4: reduce_gradients(api, factor_of(4.0)),
-        3: reduce_gradients(api, factor_of(3.0)),
-        1: reduce_gradients(api, factor_of(1.0)),
+        4: reduce_gradients(api, set_divide_factor(4.0)),
+        3: reduce_gradients(api, set_divide_factor(3.0)),
+        1: reduce_gradients(api, set_divide_factor(1.0)),
     }
 
 
 @scenario()
 def divide_factor_of_the_world_size(api: Api) -> Any:
-    return reduce_gradients(api, factor_of(float(api.world)))
+    return reduce_gradients(api, set_divide_factor(float(api.world)))
 
 
 @scenario()
@@ -261,9 +266,9 @@ def reductions_in_fp16(api: Api) -> list[Any]:
     half = {"reduce_dtype": torch.float16}
     return [
         reduce_gradients(api, nothing, **half),
-        reduce_gradients(api, factor_of(3.0), **half),
-        reduce_gradients(api, factor_of(8.0), **half),
-        reduce_gradients(api, factor_of(1.0), **half),
+        reduce_gradients(api, set_divide_factor(3.0), **half),
+        reduce_gradients(api, set_divide_factor(8.0), **half),
+        reduce_gradients(api, set_divide_factor(1.0), **half),
         reduce_gradients(api, nothing, param_dtype=torch.float16),
         reduce_gradients(api, force_sum, param_dtype=torch.float16, reduce_dtype=torch.float32),
     ]
@@ -329,7 +334,7 @@ def clipped_gradients(api: Api) -> list[Any]:
 # ---- activation checkpointing, several forwards, retained graphs ----
 
 
-def with_grad(api: Api, step: int = 0) -> torch.Tensor:
+def input_with_grad(api: Api, step: int = 0) -> torch.Tensor:
     """Reentrant checkpoints need an input that requires grad."""
     return batch(api.rank, step).requires_grad_()
 
@@ -338,7 +343,7 @@ def train_checkpointed(api: Api, model: nn.Module) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record: list[Any] = []
     for step in range(3):
-        x = with_grad(api, step)
+        x = input_with_grad(api, step)
         loss = model(x).square().mean()
         loss.backward()
         record += [loss.item(), x.grad, grads(model)]
@@ -428,7 +433,7 @@ def kept_graphs(api: Api) -> list[Any]:
 def gradients_of_inputs(api: Api) -> dict[str, Any]:
     """Calls ``autograd.grad`` of inputs; parameters get no gradient."""
     model = shard(api, blocks_and_head())
-    x = with_grad(api)
+    x = input_with_grad(api)
     (gradient,) = torch.autograd.grad(model(x).square().mean(), (x,))
     results = {"gradient": gradient, "states": training_states(model), "grads": grads(model)}
     return results | {"after": train(model, api.rank, 2)}

@@ -73,8 +73,8 @@ def read_gradients(model: Any) -> list[torch.Tensor]:
 def flip_bits(rank: int, world_size: int, flips: int) -> tuple[list[tuple[str, str]], bool]:
     """Flips a bit on one rank in each of ``flips`` steps. Four ranks: HSDP, two replicas.
 
-    Returns the rank, the kind of the collective and the exception of each step. Also returns
-    whether the gradients of a step afterwards are those of the first step.
+    Returns, for each step, the collective with the rank, and the exception's text. Also returns
+    whether a step after them has the gradients of a step before them.
     """
     is_hsdp = world_size == 4
     sizes, names = ((2, 2), ("replicate", "shard")) if is_hsdp else ((world_size,), ("shard",))

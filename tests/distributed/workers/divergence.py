@@ -84,58 +84,58 @@ class Api:
 class Variation:
     """How one trial of a case differs from others.
 
-    ``factors``: multiples of SIZE of the blocks' hidden layers. ``culprit``: the rank that differs.
-    ``at``: the block that differs; never the first or the last one. ``steps``: the number of equal
-    steps of a case of DYNAMIC.
+    ``factors``: multiples of SIZE of the blocks' hidden layers. ``differing_rank``: the rank that
+    differs; -1: the last one. ``at``: the block that differs; never the first one or one of the
+    last two. ``steps``: the number of equal steps of a case of DYNAMIC.
     """
 
     factors: tuple[int, ...] = (1, 1, 1, 1)
-    culprit: int = -1
+    differing_rank: int = -1
     at: int = 1
     steps: int = 0
 
     @classmethod
     def choose(cls, seed: int, world: int, first_step: bool) -> Variation:
-        """The differences begin in the first step, or after five or more steps."""
-        chance = random.Random(f"{seed} {world} {first_step}")
-        others = (chance.choice((1, 1, 2, 3, 5)) for _ in range(chance.randint(3, 6)))
+        """Draws a variation from ``seed``. ``first_step``: it has no equal steps."""
+        rng = random.Random(f"{seed} {world} {first_step}")
+        others = (rng.choice((1, 1, 2, 3, 5)) for _ in range(rng.randint(3, 6)))
         factors = (1, *others)  # the conditional parameter needs a factor of 1
-        steps = 0 if first_step else chance.randint(5, 9)
-        return cls(factors, chance.randrange(world), chance.randrange(1, len(factors) - 2), steps)
+        steps = 0 if first_step else rng.randint(5, 9)
+        return cls(factors, rng.randrange(world), rng.randrange(1, len(factors) - 2), steps)
 
 
 class Case:
-    """The program of one rank. ``other``: whether this rank differs."""
+    """The program of one rank. ``is_different``: whether this rank differs from the others."""
 
     def __init__(
-        self, api: Any, mesh: DeviceMesh, other: bool, name: str, variation: Variation
+        self, api: Api, mesh: DeviceMesh, is_different: bool, name: str, variation: Variation
     ) -> None:
         self.api, self.mesh, self.name = api, mesh, name
-        self.other, self.variation = other, variation
+        self.is_different, self.variation = is_different, variation
         self.backwards = 1
         self.evaluations = 0
         self.evaluates_block = False
 
-    def is_case(self, name: str) -> bool:
-        return self.other and self.name == name
+    def differs_by(self, name: str) -> bool:
+        return self.is_different and self.name == name
 
     def make(self) -> nn.Module:
         torch.manual_seed(0)
         at = self.variation.at
         model = Model(self.make_blocks())
-        if self.is_case("another frozen parameter"):
+        if self.differs_by("another frozen parameter"):
             model.blocks[at].first.weight.requires_grad_(False)
         arguments = self.choose_arguments()
         blocks: list[Any] = list(model.blocks)
-        if self.is_case("another list of modules"):
+        if self.differs_by("another list of modules"):
             blocks[at : at + 2] = [blocks[at : at + 2]]
         for i, block in enumerate(blocks):
-            if self.is_case("another unit") and i == at:
+            if self.differs_by("another unit") and i == at:
                 continue  # its parameters belong to the root
-            reshard = not (self.is_case("another reshard_after_forward") and i == at)
+            reshard = not (self.differs_by("another reshard_after_forward") and i == at)
             self.api.fully_shard(block, reshard_after_forward=reshard, **arguments)
         self.api.fully_shard(model, **arguments)
-        if self.other and self.name in SETTINGS:
+        if self.is_different and self.name in SETTINGS:
             SETTINGS[self.name](model, at)
         return model
 
@@ -143,30 +143,30 @@ class Case:
         at = self.variation.at
         rows = SIZE * self.variation.factors[at]
         blocks: list[nn.Module] = [Block(SIZE * factor) for factor in self.variation.factors]
-        if self.is_case("another shape"):
+        if self.differs_by("another shape"):
             blocks[at] = Block(rows + SIZE)
-        if self.is_case("another order of parameters"):
+        if self.differs_by("another order of parameters"):
             blocks[at] = Block(rows, swapped=True)
-        if self.is_case("another name"):
+        if self.differs_by("another name"):
             blocks[at] = Block(rows, name="other")
-        if self.is_case("another number of units"):
+        if self.differs_by("another number of units"):
             blocks.append(Block())
-        if self.is_case("another dtype"):
+        if self.differs_by("another dtype"):
             blocks[at].to(torch.bfloat16)
         if self.name == "another shape of equal size":
             blocks[at] = Block()
-            shape = (SIZE // 2, 2 * SIZE) if self.other else (SIZE, SIZE)
+            shape = (SIZE // 2, 2 * SIZE) if self.is_different else (SIZE, SIZE)
             blocks[at].first = nn.Linear(*shape, bias=False)
         return blocks
 
     def choose_arguments(self) -> dict[str, Any]:
         policy: dict[str, Any] = {"reduce_dtype": torch.float32}
-        if self.other:
+        if self.is_different:
             policy = POLICIES.get(self.name, policy)
         arguments = {"mesh": self.mesh, "mp_policy": self.api.policy(**policy)}
-        if self.is_case("another placement"):
+        if self.differs_by("another placement"):
             arguments["shard_placement_fn"] = lambda param: Shard(param.ndim - 1)
-        if self.is_case("another offload policy"):
+        if self.differs_by("another offload policy"):
             arguments["offload_policy"] = self.api.offload_policy(pin_memory=False)
         return arguments
 
@@ -331,8 +331,8 @@ def run_case(api: Api, name: str, rank: int, variation: Variation) -> tuple[str,
 
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
     mesh = DeviceMesh.from_group(group, "cpu")
-    other = rank == variation.culprit % group.size()
-    case = Case(api, mesh, other, name, variation)
+    is_different = rank == variation.differing_rank % group.size()
+    case = Case(api, mesh, is_different, name, variation)
     version = plan_hash.__version__
     begin = time.monotonic()
     try:
@@ -341,7 +341,7 @@ def run_case(api: Api, name: str, rank: int, variation: Variation) -> tuple[str,
         for _ in range(variation.steps if name in DYNAMIC else 0):
             case.step(model, optimizer)
         begin = time.monotonic()
-        if other and name in DYNAMIC:
+        if is_different and name in DYNAMIC:
             case.diverge(model)
         for _ in range(2):
             case.step(model, optimizer)

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard, train
 from extensions import Extended
-from fsdp_units import units_of
+from fsdp_units import param_groups_of, set_last_microbatch
 from private_hooks import error_type
 from releases import has
 from torch.distributed._composable_state import _module_state_mapping
@@ -38,11 +38,7 @@ def group_of(module: Any) -> Any:
     return module._get_fsdp_state()._fsdp_param_group
 
 
-def groups_of(model: nn.Module) -> list[Any]:
-    return [group_of(unit) for unit in units_of(model)]
-
-
-def kinds(model: nn.Module) -> list[str]:
+def param_types(model: nn.Module) -> list[str]:
     return [type(param).__name__ for param in model.parameters()]
 
 
@@ -175,7 +171,7 @@ def group_contexts(api: Api) -> list[Any]:
     """Records the context that groups share for their collectives, between steps."""
     model: Any = shard(api, blocks_and_head())
     model(batch(api.rank)).square().mean().backward()
-    contexts = [group.comm_ctx for group in groups_of(model)]
+    contexts = [group.comm_ctx for group in param_groups_of(model)]
     context = contexts[0]
     streams = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream")
     return [
@@ -192,7 +188,7 @@ def group_names(api: Api) -> list[Any]:
     model: Any = shard(api, blocks_and_head(2))
     group_of(model[0])._module_fqn = "embedding"
     model(batch(api.rank))
-    return [[g._module_fqn, [p._param_fqn for p in g.fsdp_params]] for g in groups_of(model)]
+    return [[g._module_fqn, [p._param_fqn for p in g.fsdp_params]] for g in param_groups_of(model)]
 
 
 # ---- groups: written and called ----
@@ -203,12 +199,12 @@ def group_training_state_written(api: Api) -> list[Any]:
     """Sets training states to idle after a forward without backward, and reshards the model."""
     model: Any = shard(api, blocks_and_head(), reshard_after_forward=False)
     model(batch(api.rank))
-    for group in groups_of(model):
+    for group in param_groups_of(model):
         group._training_state = TrainingState.IDLE
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return [kinds(model), train(model, api.rank, 2)]
+    return [param_types(model), train(model, api.rank, 2)]
 
 
 @scenario()
@@ -219,12 +215,12 @@ def group_post_forward_mesh_removed(api: Api) -> list[Any]:
     info, group.post_forward_mesh_info = group.post_forward_mesh_info, None
     with torch.no_grad():
         model(batch(api.rank))
-    observed: list[Any] = [group._reshard_after_forward, kinds(model[0])]
+    observed: list[Any] = [group._reshard_after_forward, param_types(model[0])]
     model[0].reshard()
     group.post_forward_mesh_info = info
     with torch.no_grad():
         model(batch(api.rank))
-    return [*observed, kinds(model[0]), train(model, api.rank, 1)]
+    return [*observed, param_types(model[0]), train(model, api.rank, 1)]
 
 
 @scenario()
@@ -243,15 +239,13 @@ def train_with_reduce_dtypes(api: Api, assign: Callable[[Any, torch.dtype], None
     model: Any = shard(api, blocks_and_head(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     observed = train(model, api.rank, 1)
     for dtype in (torch.float32, torch.bfloat16):
-        for group in groups_of(model):
+        for group in param_groups_of(model):
             assign(group, dtype)
         observed += train(model, api.rank, 1)
         accumulate(model, api.rank)
-        params = [param for group in groups_of(model) for param in group.fsdp_params]
+        params = [param for group in param_groups_of(model) for param in group.fsdp_params]
         observed.append([str(param.unsharded_accumulated_grad is None) for param in params])
-        model.set_is_last_backward(True)
-        model.set_reshard_after_backward(True)
-        model.set_requires_gradient_sync(True)
+        set_last_microbatch(model, True)
         observed += train(model, api.rank, 1)
     return observed
 
@@ -268,7 +262,10 @@ def group_reduce_dtype_assigned(api: Api) -> list[Any]:
 
 @scenario()
 def group_param_reduce_dtypes_assigned(api: Api) -> list[Any]:
-    """Assigns the dtype in which parameters accumulate gradients; with torch 2.15 also reduce."""
+    """Assigns the dtype in which parameters accumulate gradients.
+
+    Since torch 2.15 their gradients are also reduced in this dtype.
+    """
 
     def assign(group: Any, dtype: torch.dtype) -> None:
         for param in group.fsdp_params:
@@ -281,7 +278,7 @@ def group_param_reduce_dtypes_assigned(api: Api) -> list[Any]:
 def group_unsharded_asynchronously(api: Api) -> list[Any]:
     model: Any = shard(api, blocks_and_head())
     model._set_unshard_async_op(True)
-    flags = [group.unshard_async_op for group in groups_of(model)]
+    flags = [group.unshard_async_op for group in param_groups_of(model)]
     return [flags, train(model, api.rank, 2)]
 
 
@@ -292,11 +289,11 @@ def group_unsharded_directly(api: Api) -> list[Any]:
     model._get_fsdp_state()._lazy_init()
     observed: list[Any] = [group._all_gather_result is None]
     group.unshard()
-    observed += [group._all_gather_result is None, kinds(model[0])]
+    observed += [group._all_gather_result is None, param_types(model[0])]
     group.wait_for_unshard()
-    observed += [group._all_gather_result is None, kinds(model[0])]
+    observed += [group._all_gather_result is None, param_types(model[0])]
     group.reshard()
-    return [*observed, kinds(model[0]), train(model, api.rank, 1)]
+    return [*observed, param_types(model[0]), train(model, api.rank, 1)]
 
 
 @scenario()
@@ -337,23 +334,23 @@ def group_post_backward_replaced(api: Api) -> list[Any]:
     return observed
 
 
-def finish_called_directly(model: Any, each: Callable[[Any], None]) -> None:
-    """Reduces all gradients, as torch's pipeline stages do after their last microbatch."""
-    model.set_is_last_backward(True)
-    model.set_reshard_after_backward(True)
-    model.set_requires_gradient_sync(True)
+def reduce_directly(model: Any, before_each: Callable[[Any], None] = lambda group: None) -> None:
+    """Reduces all gradients, as torch's pipeline stages do after their last microbatch.
+
+    Calls ``before_each(group)`` before each reduction.
+    """
+    set_last_microbatch(model, True)
     root = fully_shard.state(model)
     for state in root._state_ctx.all_states:
         if state._fsdp_param_group:
-            each(state._fsdp_param_group)
+            before_each(state._fsdp_param_group)
             state._fsdp_param_group.post_backward()
     root._root_post_backward_final_callback()
 
 
 def accumulate(model: Any, rank: int) -> None:
-    model.set_is_last_backward(False)
-    model.set_reshard_after_backward(False)
-    model.set_requires_gradient_sync(False)
+    """Runs two backwards that do not reduce."""
+    set_last_microbatch(model, False)
     for step in range(2):
         model(batch(rank, step)).float().square().mean().backward()
 
@@ -364,8 +361,8 @@ def group_post_backward_called_directly(api: Api) -> list[Any]:
     observed: list[Any] = []
     for _ in range(2):
         accumulate(model, api.rank)
-        finish_called_directly(model, lambda group: None)
-        observed += [grads(model), kinds(model)]
+        reduce_directly(model)
+        observed += [grads(model), param_types(model)]
     return observed
 
 
@@ -388,8 +385,8 @@ def group_gradients_accumulated_directly(api: Api) -> list[Any]:
         accumulate(model, api.rank)
         waiting = [param.unsharded_accumulated_grad for param in group_of(model[0]).fsdp_params]
         observed.append([None if grad is None else grad.detach().clone() for grad in waiting])
-        finish_called_directly(model, accumulate_to_unsharded)
-        observed += [grads(model), kinds(model)]
+        reduce_directly(model, accumulate_to_unsharded)
+        observed += [grads(model), param_types(model)]
     return observed
 
 
@@ -454,9 +451,9 @@ def group_end_of_backward_prevented(api: Api) -> list[Any]:
     for _ in range(2):
         prevent_end()
         accumulate(model, api.rank)
-        observed += [context.post_backward_final_callback_queued, kinds(model)]
-        finish_called_directly(model, lambda group: None)
-        observed += [context.post_backward_final_callback_queued, grads(model), kinds(model)]
+        observed += [context.post_backward_final_callback_queued, param_types(model)]
+        reduce_directly(model)
+        observed += [context.post_backward_final_callback_queued, grads(model), param_types(model)]
     prevent_end()
     model(batch(api.rank)).square().mean().backward()
     found = [param.grad for param in model.parameters()]

@@ -68,9 +68,9 @@ def error_type(run: Callable[[], Any]) -> str:
 
 @scenario()
 def hook_names(api: Api) -> list[Any]:
-    names = ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__", "__dict__")
+    names = ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__")
     return [
-        [str(getattr(hook, name)) for name in names[:-1]] + sorted(vars(hook))
+        [str(getattr(hook, name)) for name in names] + sorted(vars(hook))
         for module in modules_of_each_kind(api)
         for hook in hooks_of(module)
     ]
@@ -174,8 +174,13 @@ def hook_registration(api: Api) -> list[Any]:
     observed: list[Any] = []
     for block in [models[0][0], models[1][0], models[1][1], models[2][0]]:
         observed.append([hook.__name__ for hook in hooks_of(block)])
-        keys = {key: n for n, key in enumerate([k for h in HOOKS for k in getattr(block, h)])}
-        observed.append([[(keys[k], v) for k, v in getattr(block, name).items()] for name in flags])
+        positions: dict[int, int] = {}  # key of a hook -> its position in hooks_of(block)
+        for name in HOOKS:
+            for key in getattr(block, name):
+                positions[key] = len(positions)
+        observed.append(
+            [[(positions[k], v) for k, v in getattr(block, name).items()] for name in flags]
+        )
         observed.append([type(getattr(block, name)).__name__ for name in HOOKS])
     return observed
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 from behavior import DIM, Api, batch, blocks_and_head, grads, scenario, shard, train
-from private_groups import MIXED, accumulate, group_of, groups_of
+from fsdp_units import param_groups_of
+from private_groups import MIXED, accumulate, group_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 from toy_models import ResidualBlock
@@ -36,7 +37,7 @@ def param_shards(api: Api) -> list[Any]:
             [tuple(param.padded_sharded_param_size), tuple(param.contiguous_sharded_stride)],
             param.sharded_param.requires_grad,
         ]
-        for group in groups_of(model)
+        for group in param_groups_of(model)
         for param in group.fsdp_params
     ]
 
@@ -50,7 +51,7 @@ def param_modules(api: Api) -> list[Any]:
     model[1].bias = model[2].bias
     shard(api, model)
     names = {module: name for name, module in model.named_modules()}
-    infos = [param._module_info for group in groups_of(model) for param in group.fsdp_params]
+    infos = [param._module_info for group in param_groups_of(model) for param in group.fsdp_params]
     return [
         [
             [names[info.module], info.param_name],
@@ -142,7 +143,7 @@ def param_source(api: Api) -> list[Any]:
 def param_data_moved(api: Api) -> list[Any]:
     """Replaces the data of each shard, and the local tensor that views the data, by copies."""
     model: Any = shard(api, blocks_and_head())
-    for group in groups_of(model):
+    for group in param_groups_of(model):
         for param in group.fsdp_params:
             data = param._sharded_param_data.clone()
             param._sharded_param_data = data

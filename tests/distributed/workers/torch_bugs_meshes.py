@@ -30,7 +30,7 @@ def copies(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def replicas(api: Api) -> DeviceMesh:
+def hsdp_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
@@ -38,7 +38,8 @@ def replicas(api: Api) -> DeviceMesh:
 
 
 class TwoLayers(nn.Module):
-    """Two layers of the given sizes in one group. A forward uses the layers ``used``."""
+    """Two layers with ``first`` and ``second`` rows. A forward adds the losses of the layers with
+    the indices ``used``."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__()
@@ -66,13 +67,13 @@ def accumulate(
 
 
 def accumulate_in_two_layers(
-    api: Api, sizes: tuple[int, int], uses: list[tuple[int, ...]], custom: bool = False
+    api: Api, sizes: tuple[int, int], uses: list[tuple[int, ...]], custom_scatter: bool = False
 ) -> Any:
     torch.manual_seed(3)
     reference = TwoLayers(*sizes)
     torch.manual_seed(3)
-    model = api.fully_shard(TwoLayers(*sizes), mesh=replicas(api))
-    if custom:
+    model = api.fully_shard(TwoLayers(*sizes), mesh=hsdp_mesh())
+    if custom_scatter:
         model.set_custom_reduce_scatter(PlainScatter())
     return accumulate(api, model, reference, uses)
 
@@ -93,14 +94,14 @@ def equal_sizes_in_the_next_microbatch(api: Api) -> Any:
 
 
 @scenario(4)
-def every_order_of_use(api: Api) -> Any:
+def several_orders_of_use(api: Api) -> Any:
     """B1: uses parameters in several orders, with the default and a custom reduce-scatter."""
     results: dict[str, Any] = {"found": [], "expected": []}
     if api.is_fsdp_c:
         for uses in USES:
             for sizes in ((4, 4), (3, 6)):
-                for custom in (False, True):
-                    outcome = accumulate_in_two_layers(api, sizes, uses, custom)
+                for custom_scatter in (False, True):
+                    outcome = accumulate_in_two_layers(api, sizes, uses, custom_scatter)
                     results["found"].append(outcome["found"])
                     results["expected"].append(outcome["expected"])
     return results
@@ -111,7 +112,7 @@ def group_unused_in_the_last_microbatch(api: Api) -> Any:
     """B1: a group has gradients only from microbatches without all-reduce."""
     reference, model = (
         selectable_blocks(),
-        shard_selectable_blocks(api, selectable_blocks(), mesh=replicas(api)),
+        shard_selectable_blocks(api, selectable_blocks(), mesh=hsdp_mesh()),
     )
     return accumulate(api, model, reference, [(0, 1), (0,)])
 
@@ -121,7 +122,7 @@ def custom_group_unused_in_the_last_microbatch(api: Api) -> Any:
     """B1: the unused group has a custom reduce-scatter; torch loses its gradients as well."""
     reference, model = (
         selectable_blocks(),
-        shard_selectable_blocks(api, selectable_blocks(), mesh=replicas(api)),
+        shard_selectable_blocks(api, selectable_blocks(), mesh=hsdp_mesh()),
     )
     model.blocks[1].set_custom_reduce_scatter(PlainScatter())
     return accumulate(api, model, reference, [(0, 1), (0,)])
@@ -134,7 +135,7 @@ def unit_run_twice_in_the_last_microbatch(api: Api) -> dict[str, Any]:
     The inputs require grad, so each unit has two post-backward nodes. Autograd runs the first one
     before the gradients of the unit exist.
     """
-    model = shard(api, blocks_and_head(2), mesh=replicas(api))
+    model = shard(api, blocks_and_head(2), mesh=hsdp_mesh())
     reference = blocks_and_head(2)
     expected: Gradients = dict.fromkeys(dict(reference.named_parameters()))
     for step, runs in enumerate((1, 2)):
@@ -150,7 +151,7 @@ def unit_run_twice_in_the_last_microbatch(api: Api) -> dict[str, Any]:
 
 @scenario(4)
 def several_dtypes_on_replicas(api: Api) -> dict[str, Any]:
-    """Trains float64 and float32 parameters in one group, reduced in float64 in two stages."""
+    """Trains float64 and float32 parameters in one group. The reduction is in float64."""
     torch.manual_seed(3)
     reference = TwoLayers(4, 3)
     reference.second.double()
@@ -158,7 +159,7 @@ def several_dtypes_on_replicas(api: Api) -> dict[str, Any]:
     model = TwoLayers(4, 3)
     model.second.double()
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64, cast_forward_inputs=False)
-    api.fully_shard(model, mesh=replicas(api), mp_policy=policy)
+    api.fully_shard(model, mesh=hsdp_mesh(), mp_policy=policy)
     sums: Gradients = dict.fromkeys(dict(reference.named_parameters()))
     for step, used in enumerate([(1,), (0,), (0, 1)]):
         reference(batch(api.rank, step), *used).backward()
@@ -183,7 +184,7 @@ def replicas_using_different_groups(api: Api) -> dict[str, Any]:
         return {}
     reference, model = (
         selectable_blocks(),
-        shard_selectable_blocks(api, selectable_blocks(), mesh=replicas(api)),
+        shard_selectable_blocks(api, selectable_blocks(), mesh=hsdp_mesh()),
     )
     model.set_reduce_scatter_unused_params(True)
     chosen = (0, 1) if api.rank < 2 else (0,)
@@ -196,7 +197,7 @@ def replicas_using_different_groups(api: Api) -> dict[str, Any]:
 
 
 class Rows(nn.Module):
-    """A layer whose rows the ranks cannot shard evenly."""
+    """A linear layer with ``rows`` output features."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -276,7 +277,7 @@ def columns_between_forward_and_backward(api: Api) -> dict[str, Any]:
 
 @scenario(4)
 def evaluation_on_a_smaller_group(api: Api) -> dict[str, Any]:
-    """Between backward and the step, an evaluation leaves shards on pairs of ranks."""
+    """Before each step, an evaluation leaves the parameters sharded over pairs of ranks."""
     reference, model = blocks_and_head(), shard(api, blocks_and_head(), reshard_after_forward=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     results: dict[str, Any] = {"found": [], "expected": []}

@@ -8,8 +8,8 @@ the number and the sizes of the blocks, the rank and the block that differ, and 
 difference begins in the first step, or after five to nine equal steps. Requirements for each trial:
 
 - Every rank raises a Python exception. No process ends by a signal.
-- Each message names the rank that differs and another rank. Exception: with another
-  ``unshard_in_backward``, that rank may read freed parameters first, and raises torch's exception.
+- Each message names the rank that differs and another rank. Not required of the rank that differs
+  in ``unshard_in_backward``: it may read freed parameters first, and then raises torch's exception.
 - The last rank raises within a second after the difference. ``--slack`` adds seconds to this limit,
   for machines with other load.
 
@@ -60,8 +60,11 @@ class Score:
 
     trials: int = 0
     silent: int = 0
+    """Trials in which a rank raised no exception."""
     signals: int = 0
+    """Trials in which a process died."""
     unnamed: int = 0
+    """Trials with a message that does not name the rank that differs and another rank."""
     seconds: list[float] = field(default_factory=list)
     """Time until the last rank raised, by trial."""
     misses: list[str] = field(default_factory=list)
@@ -71,7 +74,7 @@ class Score:
         trial: str,
         kind: str,
         outcomes: list[tuple[str, float]],
-        culprit: int,
+        differing_rank: int,
         slack: float = 0.0,
     ) -> None:
         """Adds a trial. ``outcomes``: exception and seconds, by rank."""
@@ -79,28 +82,28 @@ class Score:
         texts = [
             text
             for rank, (text, _) in enumerate(outcomes)
-            if not (rank == culprit and kind == OWN_ERROR_KIND and OWN_ERROR in text)
+            if not (rank == differing_rank and kind == OWN_ERROR_KIND and OWN_ERROR in text)
         ]
         last = max(seconds for _, seconds in outcomes)
         if "silent" in texts:
             self.silent += 1
-        elif not all(names_both(text, culprit) for text in texts):
+        elif not all(names_both(text, differing_rank) for text in texts):
             self.unnamed += 1
         else:
             self.seconds.append(last)
             if last <= LIMIT + slack:
                 return
-        self.misses.append(f"{trial}: rank {culprit} differs, {last:.2f} s: {texts}")
+        self.misses.append(f"{trial}: rank {differing_rank} differs, {last:.2f} s: {texts}")
 
     def format(self, options: Options) -> str:
         late = sum(seconds > LIMIT for seconds in self.seconds)
         cells = [options.transport, options.world, options.begin, self.trials, self.silent]
         cells += [self.signals, self.unnamed, late]
-        cells += [f"{f(self.seconds):.2f}" if self.seconds else "-" for f in TIMES]
+        times = [statistics.median(self.seconds), max(self.seconds)] if self.seconds else []
+        cells += [f"{seconds:.2f}" for seconds in times] or ["-", "-"]
         return "| " + " | ".join(map(str, cells)) + " |"
 
 
-TIMES = (statistics.median, max)
 COLUMNS = (
     "transport",
     "ranks",
@@ -116,10 +119,10 @@ COLUMNS = (
 HEADER = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
 
 
-def names_both(text: str, culprit: int) -> bool:
+def names_both(text: str, differing_rank: int) -> bool:
     """Whether the message names the rank that differs, and another rank."""
     pairs = [match.groups() for pattern in NAMED if (match := pattern.search(text))]
-    return any(str(culprit) in pair and pair[0] != pair[1] for pair in pairs)
+    return any(str(differing_rank) in pair and pair[0] != pair[1] for pair in pairs)
 
 
 def run(options: Options, seed: int, kinds: tuple[str, ...]) -> Results:
@@ -146,10 +149,10 @@ def run_seed(options: Options, seed: int, kinds: tuple[str, ...], score: Score) 
             score.signals += 1
             score.misses.append(f"{options}, seed {seed}, {kinds[0]}: {error}")
         return
-    culprit = Variation.choose(seed, options.world, options.begin == FIRST).culprit
+    differing_rank = Variation.choose(seed, options.world, options.begin == FIRST).differing_rank
     for kind in kinds:
         outcomes = [of_rank[kind] for of_rank in results]
-        score.add(f"{options}, seed {seed}, {kind}", kind, outcomes, culprit, options.slack)
+        score.add(f"{options}, seed {seed}, {kind}", kind, outcomes, differing_rank, options.slack)
 
 
 def run_trials(options: Options, seeds: range) -> Score:

@@ -7,12 +7,12 @@ point.
 Needs ``tests/harness`` in PYTHONPATH. Each trial trains a small model until the fault. Requirements
 for each survivor:
 
-- It raises: within the time limit of the process group and 0.5 s, from its wait on. Over shared
+- It raises within the time limit of the process group plus 0.5 s, after its wait began. Over shared
   memory it raises within 1 s after the death of the failing process. gloo may wait until the time
   limit, because it fails only the operations with the dead process.
 - Its exception and its reports name the unit, the pass and the failing rank.
 - Its process ends by itself.
-- If it waits, it logs a report within FSDP_C_STALL_SECONDS and 1 s.
+- It logs a report within FSDP_C_STALL_SECONDS plus 1 s, unless the failing process ends.
 - Each report names the failing rank as such, and no other rank.
 
 If the rank only pauses, no rank raises, and all of them continue.
@@ -51,21 +51,22 @@ limit of the process group if a rank pauses."""
 MARGIN, DEATH_MARGIN, REPORT_MARGIN, EXIT_MARGIN = 0.5, 1.0, 1.0, 10.0
 """Seconds after the group's limit, after a death, after the limit of the report, and after the
 exception of a survivor."""
-HANG = 20.0
+HANG_SECONDS = 20.0
 """Seconds after which a survivor counts as hanging."""
-RUN = 0.5
+MAX_DELAY = 0.5
 """Largest time from the begin of the training to a signal, in seconds. A step takes about 5 ms."""
-STEPS = 30
-"""Largest number of steps before an exception."""
+MAX_STEPS = 30
+"""The step of an exception or a pause is below this number."""
 TRANSPORTS = {"shared memory": "direct", "gloo": "gloo"}
 """Name -> value of FSDP_C_TRANSPORT."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """How a rank fails, and what a report about this rank has to state."""
+    """How a rank fails."""
 
     place: str
+    """Regular expression of the failing rank's place in a report."""
     number: int = 0
     """The signal that the rank gets, 0: none."""
     raises_in: str = ""
@@ -81,18 +82,21 @@ FAULTS = {
     "stop": Fault("is stopped by a signal", signal.SIGSTOP, ends=False),
     "raise": Fault("left the forward by an exception|has ended", raises_in="ends"),
     "raise, caught": Fault("left the forward by an exception", raises_in="stays", ends=False),
-    "pause": Fault("waits for no collective of fsdp_c.* in fail$", ends=False, pauses=True),
+    "pause": Fault(
+        "waits for no collective of fsdp_c.* in raise_or_pause$", ends=False, pauses=True
+    ),
 }
 
 
 @dataclass
 class Survivor:
-    """The events of one survivor. Times are seconds after the fault."""
+    """The events of one survivor. Times are seconds after the fault or the death of the rank."""
 
     rank: int
     raised: float | None = None
     text: str = ""
     exited: float | None = None
+    """Seconds from its exception to the end of its process."""
     finished: bool = False
     """Whether it continued after the fault, and ended without an exception."""
     reports: list[tuple[float, str]] = field(default_factory=list)
@@ -113,9 +117,9 @@ class Survivor:
 class Trial:
     transport: str
     fault: str
-    culprit: int
+    failing_rank: int
     place: str
-    """Regular expression of the failing rank's place in a report."""
+    """As in ``Fault``."""
     survivors: list[Survivor]
     output: str
 
@@ -191,76 +195,83 @@ def wait_for(ranks: Sequence[Rank], condition: Any, seconds: float) -> bool:
 
 
 def run_trial(number: int, options: Options, port: int) -> Trial:
-    """Runs one trial. The seed and the number determine the culprit and the point of the fault."""
-    chance = random.Random(f"{options.seed} {options.transport} {options.fault} {number}")
+    """Runs one trial. Seed and number determine the failing rank and the point of the fault."""
+    rng = random.Random(f"{options.seed} {options.transport} {options.fault} {number}")
     fault = FAULTS[options.fault]
-    culprit = chance.randrange(WORLD)
-    step, block, delay = chance.randrange(STEPS), chance.randrange(BLOCKS), chance.random() * RUN
+    failing_rank = rng.randrange(WORLD)
+    step, block, delay = rng.randrange(MAX_STEPS), rng.randrange(BLOCKS), rng.random() * MAX_DELAY
     with tempfile.TemporaryDirectory(prefix="fsdp_c_trial_") as name:
         folder = Path(name)
         ranks = []
         for rank in range(WORLD):
             events = f"{name}/events{rank}"
             plan = Plan(rank, WORLD, port, f"{options} {number}", options.group_limit, events)
-            if rank == culprit:
+            if rank == failing_rank:
                 plan.raises_in, plan.block = fault.raises_in, block
                 plan.pause = (options.stall_seconds + PAUSE) if fault.pauses else 0.0
-            plan.step, plan.ends = step, fault.pauses
+            plan.step, plan.finishes = step, fault.pauses
             ranks.append(Rank(plan, folder, options))
         try:
-            begin = at = cause_fault(ranks, culprit, fault, delay)
-            others = [rank for rank in ranks if rank is not ranks[culprit]]
+            fault_time = origin = cause_fault(ranks, failing_rank, fault, delay)
+            others = [rank for rank in ranks if rank is not ranks[failing_rank]]
             ending = ranks if fault.ends or fault.pauses else others
-            if not wait_for(ending, Rank.poll, HANG + options.group_limit):
+            if not wait_for(ending, Rank.poll, HANG_SECONDS + options.group_limit):
                 print_stacks(ranks)
         finally:
             for rank in ranks:
                 if not rank.poll():
                     os.kill(rank.process.pid, signal.SIGKILL)
                     rank.process.wait()
-        if fault.raises_in == "ends":  # the time of the death
-            at = ranks[culprit].exited or at
+        if fault.raises_in == "ends":
+            origin = ranks[failing_rank].exited or origin
         place = fault.place
-        if not ranks[culprit].find_event("began"):  # the first forward
+        if not ranks[failing_rank].find_event("began"):  # the first forward
             place += "|has no model of fsdp_c that ran"
-        survivors = [observe(i, rank, begin, at) for i, rank in enumerate(ranks) if i != culprit]
+        survivors = [
+            observe(i, rank, fault_time, origin)
+            for i, rank in enumerate(ranks)
+            if i != failing_rank
+        ]
         output = "".join(rank.output.read_text(errors="replace") for rank in ranks)
-    return Trial(options.transport, options.fault, culprit, place, survivors, output)
+    return Trial(options.transport, options.fault, failing_rank, place, survivors, output)
 
 
-def cause_fault(ranks: list[Rank], culprit: int, fault: Fault, delay: float) -> float:
+def cause_fault(ranks: list[Rank], failing_rank: int, fault: Fault, delay: float) -> float:
     """Returns the time of the fault."""
     if not wait_for(ranks, lambda rank: rank.find_event("ready"), 60):
         raise RuntimeError("a rank did not start: " + ranks[0].output.read_text())
     if fault.number != 0:
         time.sleep(delay)
         at = time.monotonic()
-        os.kill(ranks[culprit].process.pid, fault.number)
+        os.kill(ranks[failing_rank].process.pid, fault.number)
         return at
-    if not wait_for([ranks[culprit]], lambda rank: rank.find_event("fault"), 60):
-        raise RuntimeError("a rank did not fail: " + ranks[culprit].output.read_text())
-    return ranks[culprit].find_event("fault") or 0.0
+    if not wait_for([ranks[failing_rank]], lambda rank: rank.find_event("fault"), 60):
+        raise RuntimeError("a rank did not fail: " + ranks[failing_rank].output.read_text())
+    return ranks[failing_rank].find_event("fault") or 0.0
 
 
 def print_stacks(ranks: list[Rank]) -> None:
-    """Makes each rank write the stacks of its threads to its output."""
+    """Makes each running rank write the stacks of its threads to its output."""
     for rank in ranks:
         if not rank.poll():
             os.kill(rank.process.pid, signal.SIGUSR1)
     time.sleep(0.5)
 
 
-def observe(index: int, rank: Rank, begin: float, at: float) -> Survivor:
-    """Returns the events after the fault, which began at ``begin``, in seconds since ``at``."""
+def observe(index: int, rank: Rank, fault_time: float, origin: float) -> Survivor:
+    """Returns the rank's exception, and its reports after ``fault_time``.
+
+    Times are seconds after ``origin``: the fault, or the death of a rank that ends by an exception.
+    """
     survivor = Survivor(index)
     for event in rank.read_events("raised")[:1]:
-        survivor.raised, survivor.text = event["at"] - at, event["text"]
+        survivor.raised, survivor.text = event["at"] - origin, event["text"]
         if rank.process.poll() != -signal.SIGKILL:
             survivor.exited = (rank.exited or 0.0) - event["at"]
     survivor.finished = rank.process.poll() == 0
     # A rank that a busy machine delays may have caused a report before.
-    reports = [event for event in rank.read_events("report") if event["at"] >= begin]
-    survivor.reports = [(event["at"] - at, event["text"]) for event in reports]
+    reports = [event for event in rank.read_events("report") if event["at"] >= fault_time]
+    survivor.reports = [(event["at"] - origin, event["text"]) for event in reports]
     return survivor
 
 
@@ -277,16 +288,16 @@ def find_misses(trial: Trial, options: Options) -> list[str]:
 
 
 def find_misses_of(survivor: Survivor, trial: Trial, options: Options) -> list[str]:
-    fault, culprit, place = FAULTS[trial.fault], trial.culprit, trial.place
+    fault, failing_rank, place = FAULTS[trial.fault], trial.failing_rank, trial.place
     slack, waited_from = options.slack, survivor.waited_from
     late = max(0.0, waited_from)
     misses = []
     if not fault.ends:
-        at = survivor.reports[0][0] if survivor.reports else HANG
+        at = survivor.reports[0][0] if survivor.reports else HANG_SECONDS
         if at - late > options.stall_seconds + REPORT_MARGIN + slack:
             misses.append(f"reported {at:.2f} s after the fault")
     misses += {
-        miss for _, text in survivor.reports for miss in find_wrong_lines(text, culprit, place)
+        miss for _, text in survivor.reports for miss in find_wrong_lines(text, failing_rank, place)
     }
     if fault.pauses:
         return misses if survivor.finished else [*misses, f"did not continue: {survivor.text}"]
@@ -303,37 +314,37 @@ def find_misses_of(survivor: Survivor, trial: Trial, options: Options) -> list[s
     elif survivor.exited > EXIT_MARGIN + slack:
         misses.append(f"exited {survivor.exited:.2f} s after its exception")
     texts = [survivor.text, *(text for _, text in survivor.reports)]
-    misses += [f"does not name the {name}" for name in find_unnamed(texts, culprit, place)]
-    return misses + find_wrong_ranks(survivor.text, culprit)
+    misses += [f"does not name the {name}" for name in find_unnamed(texts, failing_rank, place)]
+    return misses + find_wrong_ranks(survivor.text, failing_rank)
 
 
-def find_unnamed(texts: list[str], culprit: int, place: str) -> list[str]:
+def find_unnamed(texts: list[str], failing_rank: int, place: str) -> list[str]:
     text = "\n".join(texts)
     patterns = {
         "unit": r"parameter group|-(gather|scatter) of '",
         "pass": r"\b(forward|backward)\b",
-        "rank": rf"rank {culprit} has (ended|closed)|process of rank {culprit} has|"
-        rf"^  rank {culprit}: .*({place})",
+        "rank": rf"rank {failing_rank} has (ended|closed)|process of rank {failing_rank} has|"
+        rf"^  rank {failing_rank}: .*({place})",
     }
     return [name for name, pattern in patterns.items() if not re.search(pattern, text, re.M)]
 
 
-def find_wrong_ranks(text: str, culprit: int) -> list[str]:
+def find_wrong_ranks(text: str, failing_rank: int) -> list[str]:
     """Returns the parts of an exception's message that name a rank that has not failed."""
     named = re.finditer(r"(process of )?rank (\d+) has (ended|closed)", text)
-    return [f"wrong rank: {match[0]}" for match in named if int(match[2]) != culprit]
+    return [f"wrong rank: {match[0]}" for match in named if int(match[2]) != failing_rank]
 
 
-def find_wrong_lines(report: str, culprit: int, place: str) -> list[str]:
+def find_wrong_lines(report: str, failing_rank: int, place: str) -> list[str]:
     """Returns the lines of a report about places at which the ranks are not."""
     wrong = []
     for line in report.splitlines():
         match = re.match(r"  ranks? ([0-9, -]+): (.*)", line)
         if match:
             spans = [[int(end) for end in span.split("-")] for span in match[1].split(", ")]
-            is_culprit = any(span[0] <= culprit <= span[-1] for span in spans)
-            right = place if is_culprit else "^(waits? for|left the wait for) "
-            if not re.search(right, match[2]) or (is_culprit and spans != [[culprit]]):
+            is_failing = any(span[0] <= failing_rank <= span[-1] for span in spans)
+            right = place if is_failing else "^(waits? for|left the wait for) "
+            if not re.search(right, match[2]) or (is_failing and spans != [[failing_rank]]):
                 wrong.append(f"wrong line in a report: {line}")
     return wrong
 

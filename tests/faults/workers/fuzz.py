@@ -70,14 +70,14 @@ TP_CLEAR = 192
 """Offset in bytes of tp_clear in PyTypeObject (64 bit; CPython 3.10 to 3.13)."""
 
 
-def public(cls: type) -> tuple[list[str], list[str]]:
+def list_members(cls: type) -> tuple[list[str], list[str]]:
     """Returns the names of the non-dunder attributes and methods that the C type defines."""
     names = [n for n in vars(cls) if not n.startswith("__")]
     methods = [n for n in names if callable(vars(cls)[n])]
     return [n for n in names if n not in methods], methods
 
 
-NAMES = {cls: public(cls) for cls in BASES}
+NAMES = {cls: list_members(cls) for cls in BASES}
 
 
 def base_of(obj: Any) -> type | None:
@@ -100,11 +100,12 @@ class World:
         for model in self.models:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
-                    self.add(module._get_fsdp_state())
+                    self.add_state(module._get_fsdp_state())
         self.objects += [allocate(cls) for cls in TYPES]
         self.values = values_of(self)
 
-    def add(self, state_object: Any) -> None:
+    def add_state(self, state_object: Any) -> None:
+        """Adds a state, its contexts, groups and parameters, and the hooks of its first module."""
         self.objects += [state_object, state_object._state_ctx, state_object._comm_ctx]
         for group in state_object._fsdp_param_groups:
             self.objects += [group, *group.fsdp_params]
@@ -146,60 +147,61 @@ class World:
 
 
 class Reentrant:
-    """Every special method runs the next step of the program. If ``mood`` is 0, it then raises.
+    """Every special method runs the next step of the program. If ``index`` is 0, it then raises.
 
-    ``mood`` is also the value of ``__index__``.
+    ``index`` is also the value of ``__index__``.
     """
 
-    def __init__(self, world: World, mood: int) -> None:
-        self.__dict__.update(world=weakref.ref(world), mood=mood)
+    def __init__(self, world: World, index: int) -> None:
+        self.__dict__.update(world=weakref.ref(world), index=index)
 
-    def act(self, answer: Any) -> Any:
+    def reenter(self, result: Any) -> Any:
+        """Runs the next step. Returns ``result`` or raises."""
         world = self.__dict__["world"]()
         if world is not None:
             world.reenter()
-        if self.__dict__["mood"] == 0:
+        if self.__dict__["index"] == 0:
             raise ReentrantError
-        return answer
+        return result
 
     def __eq__(self, other: object) -> bool:
-        return bool(self.act(True))
+        return bool(self.reenter(True))
 
     def __hash__(self) -> int:
-        return int(self.act(1))
+        return int(self.reenter(1))
 
     def __index__(self) -> int:
-        return int(self.act(self.__dict__["mood"]))
+        return int(self.reenter(self.__dict__["index"]))
 
     def __float__(self) -> float:
-        return float(self.act(0.5))
+        return float(self.reenter(0.5))
 
     def __bool__(self) -> bool:
-        return bool(self.act(True))
+        return bool(self.reenter(True))
 
     def __len__(self) -> int:
-        return int(self.act(2))
+        return int(self.reenter(2))
 
     def __iter__(self) -> Any:
-        return iter(self.act((1, 2)))
+        return iter(self.reenter((1, 2)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.act(args[0] if args else None)
+        return self.reenter(args[0] if args else None)
 
     def __getattr__(self, name: str) -> Any:
-        return self.act(None)
+        return self.reenter(None)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.act(None)
+        self.reenter(None)
 
     def __delattr__(self, name: str) -> None:
-        self.act(None)
+        self.reenter(None)
 
     def __del__(self) -> None:
-        self.act(None)
+        self.reenter(None)
 
     def __repr__(self) -> str:
-        return str(self.act("Reentrant"))
+        return str(self.reenter("Reentrant"))
 
 
 class ReentrantLinear(nn.Linear):

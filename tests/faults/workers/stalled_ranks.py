@@ -18,15 +18,16 @@ import torch.distributed as dist
 import torch.nn as nn
 from behavior import Api, blocks_and_head, shard, train
 
-CULPRIT, WAITING = 1, (0, 2)
+LATE_RANK, WAITING = 1, (0, 2)
 
 
 class ReportFile(logging.Handler):
-    """Writes the first reports of this rank to files, and then ends the wait."""
+    """Writes the reports of this rank to files. Continues the late process, which may be stopped,
+    when each waiting rank has written one."""
 
-    def __init__(self, folder: Path, rank: int, culprit: int) -> None:
+    def __init__(self, folder: Path, rank: int, late_process: int) -> None:
         super().__init__()
-        self.folder, self.rank, self.culprit = folder, rank, culprit
+        self.folder, self.rank, self.late_process = folder, rank, late_process
         self.count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -38,10 +39,11 @@ class ReportFile(logging.Handler):
         partial.write_text(text)
         partial.rename(self.folder / f"report{self.rank}-{self.count}")
         if all((self.folder / f"report{rank}-1").exists() for rank in WAITING):
-            os.kill(self.culprit, signal.SIGCONT)
+            os.kill(self.late_process, signal.SIGCONT)
 
 
 def wait_for_reports(folder: Path, count: int = 1) -> None:
+    """Waits until each waiting rank has written ``count`` reports."""
     # os.access of a str has no Python frame, so reports show this file as the place of the thread
     reports = [str(folder / f"report{rank}-{count}") for rank in WAITING]
     while not all(os.access(report, os.F_OK) for report in reports):
@@ -58,6 +60,8 @@ def sleep_in_forward(model: nn.Module, folder: Path) -> None:
 
 
 def leave_forward(model: nn.Sequential, folder: Path) -> None:
+    """Leaves a forward by an exception, and then sleeps until the first reports."""
+
     def fail(*unused: Any) -> None:
         raise ValueError
 
@@ -89,11 +93,11 @@ def run_case(rank: int, world: int, folder: str, case: str) -> float:
     processes: list[Any] = [None] * world
     dist.all_gather_object(processes, os.getpid())
     logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
-    logger.addHandler(ReportFile(path, rank, processes[CULPRIT]))
-    if rank == CULPRIT:
+    logger.addHandler(ReportFile(path, rank, processes[LATE_RANK]))
+    if rank == LATE_RANK:
         CASES[case](model, path)
     if case == "left forward":
-        if rank != CULPRIT:
+        if rank != LATE_RANK:
             model(torch.ones(2, 5))
         else:  # the gather that the exception left out
             model.get_submodule("2").unshard()

@@ -43,9 +43,9 @@ class Plan:
     """Seconds for which the rank pauses."""
     step: int = 0
     block: int = 0
-    """Step and block in the forward of which the rank raises or pauses."""
-    ends: bool = False
-    """Whether the rank ends three steps after ``step``. Otherwise it trains until it fails."""
+    """The rank raises or pauses in the forward of this block in this step."""
+    finishes: bool = False
+    """Whether the training ends three steps after ``step``. Otherwise only a fault ends it."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -102,7 +102,7 @@ def main(plan: Plan) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = 0
 
-    def fail(*unused: Any) -> None:
+    def raise_or_pause(*unused: Any) -> None:
         if step == plan.step:
             events.write("fault")
             if not plan.pause:
@@ -115,11 +115,11 @@ def main(plan: Plan) -> None:
 
     model.register_forward_pre_hook(begin)
     if plan.raises_in or plan.pause:
-        blocks[plan.block][0].register_forward_hook(fail)
+        blocks[plan.block][0].register_forward_hook(raise_or_pause)
     events.write("ready")
     try:
         with contextlib.suppress(*((UserError,) if plan.raises_in == "stays" else ())):
-            while not plan.ends or step <= plan.step + 3:
+            while not plan.finishes or step <= plan.step + 3:
                 model(torch.ones(2, 8)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -128,7 +128,7 @@ def main(plan: Plan) -> None:
         events.write("raised", f"{type(error).__name__}: {error}")
         traceback.print_exc()
         sys.exit(1)
-    if plan.ends:
+    if plan.finishes:
         dist.destroy_process_group()
         return
     while True:

@@ -41,7 +41,10 @@ def _write(line: str, figures: dict[str, Any]) -> None:
 
 
 def conclude(passed: bool, line: str, **figures: Any) -> NoReturn:
-    """Ends the step with PASS or FAIL and this line."""
+    """Ends the step with PASS or FAIL.
+
+    ``line`` is the step's text in summary.txt. ``figures`` are its values in results.json.
+    """
     _write(line, figures)
     wait_for_threads()
     sys.exit(0 if passed else 1)

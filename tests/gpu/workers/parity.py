@@ -17,7 +17,7 @@ from typing import NoReturn
 from outcome import ON_CUDA, ROOT, conclude
 
 TEST = "tests/parity/test_gpu.py"
-NEEDED = ("pytest", "pytest_timeout", "xdist")
+PYTEST_MODULES = ("pytest", "pytest_timeout", "xdist")
 OPTIONS = ("-m", "gpu", "-p", "no:cacheprovider", "-q", "--tb=short", "-rfEs")
 
 
@@ -30,7 +30,7 @@ def run_with_pytest() -> NoReturn:
     )
     failed = re.findall(r"^(?:FAILED|ERROR) \S+::(\S+)", completed.stdout, re.M)
     passed = re.search(r"(\d+) passed", last_line)
-    line = last_line + (f"; first: {failed[0]}" if failed else "")
+    line = last_line + (f"; first failure: {failed[0]}" if failed else "")
     conclude(completed.returncode == 0 and passed is not None, line, failed=failed)
 
 
@@ -45,7 +45,8 @@ def run_without_pytest(launches: tuple[str, ...]) -> NoReturn:
             compared += 1
             try:
                 features.assert_same_bits(runs["torch"], runs["fsdp_c"], name)
-                assert not (failures := gpu_jobs.find_failures(runs, name)), failures[0]
+                exceptions = gpu_jobs.find_exceptions(runs, name)
+                assert not exceptions, exceptions[0]
             except AssertionError as error:
                 failed.append(f"{launch}, {name}: {error}")
     where = "" if ON_CUDA else " on two ranks on the CPU"
@@ -57,7 +58,7 @@ def main() -> None:
     if not ON_CUDA:
         os.environ["FSDP_C_GPU_JOBS_DEVICE"] = "cpu"
         run_without_pytest(("gloo2",))
-    if all(importlib.util.find_spec(name) for name in NEEDED):
+    if all(importlib.util.find_spec(name) for name in PYTEST_MODULES):
         run_with_pytest()
     run_without_pytest(("nccl1", "gloo4"))
 

@@ -313,7 +313,7 @@ class Builder:
                 module.set_unshard_in_backward(False)
 
     def _register_hooks(self, model: nn.Module) -> None:
-        """Registers hooks that record gradients, which they halve, and the forwards of modules."""
+        """Registers hooks that halve and record gradients, and hooks that record forwards."""
         recorder = self.recorder
 
         def on_gradient(name: str) -> Callable[[torch.Tensor], None]:
@@ -327,8 +327,8 @@ class Builder:
 
         def on_forward(name: str, when: str) -> Callable[..., None]:
             def hook(module: nn.Module, *rest: Any) -> None:
-                kinds = [type(p).__name__ for p in module.parameters()]
-                recorder.record(f"{when} {name}", kinds)
+                types = [type(p).__name__ for p in module.parameters()]
+                recorder.record(f"{when} {name}", types)
 
             return hook
 
@@ -373,7 +373,7 @@ def _matches(pattern: str, name: str) -> bool:
     """Returns whether a module name matches a pattern, in which ``*`` stands for one part."""
     pattern_parts, parts = pattern.split("."), name.split(".")
     return len(pattern_parts) == len(parts) and all(
-        w in ("*", p) for w, p in zip(pattern_parts, parts, strict=True)
+        expected in ("*", part) for expected, part in zip(pattern_parts, parts, strict=True)
     )
 
 

@@ -3,8 +3,7 @@
 ``run(rank, world_size, implementation)`` runs every case that the backend and the number of ranks
 allow, and returns ``{case: record}``, as features.py does on the CPU. ``launch("gloo4",
 implementation)`` starts the ranks. With NCCL each rank has its own device. With gloo, which
-supports CUDA tensors, ranks share devices if there are fewer devices than ranks. The launches of
-kernels do not block.
+supports CUDA tensors, ranks share devices if there are fewer devices than ranks.
 FSDP_C_GPU_JOBS_DEVICE=cpu runs the cases without a GPU, over gloo.
 """
 
@@ -178,6 +177,7 @@ def scaled_float16(tools: GpuTools) -> Record:
         scaler.update()
         optimizer.zero_grad()
         record += [scaler.get_scale(), digest(model.parameters())]
+    # The first step overflowed, so the scale was reduced. The last step did not change the scale.
     assert record[0] < 2.0**17 and record[-2] == record[-4]
     return record
 
@@ -267,7 +267,7 @@ def full_checkpoint(tools: GpuTools) -> Record:
 
 
 ALL_GATHERS: dict[str, Callable[[GpuTools], Record]] = {"full_checkpoint": full_checkpoint}
-"""Cases that all-gather DTensors. With CUDA tensors over gloo, that is a segmentation fault."""
+"""Cases that all-gather DTensors. gloo's all-gather of CUDA tensors ends with SIGSEGV."""
 
 
 def hsdp(tools: GpuTools) -> Record:
@@ -308,7 +308,7 @@ def run(rank: int, world_size: int, implementation: str) -> dict[str, Record]:
     return records
 
 
-def find_failures(runs: dict[str, list[dict[str, Record]]], name: str) -> list[str]:
+def find_exceptions(runs: dict[str, list[dict[str, Record]]], name: str) -> list[str]:
     """Returns the exceptions that a case raised on any rank under any implementation."""
     records = [record[name] for ranks in runs.values() for record in ranks]
     return [str(r[0]) for r in records if str(r[0]).startswith("raised ")]

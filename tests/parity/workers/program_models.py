@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 DIM = 4
 """Divisible by the number of ranks. Some blocks have uneven shapes."""
 ARMED: set[str] = set()
-"""Names of the failures that are active: "early" and "forward" in forward, "backward"."""
+"""Failures that are active: "early" at the begin of forward, "forward" at its end, "backward"."""
 
 
 class RaiseInBackward(torch.autograd.Function):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import program_models
 import torch
 import torch.nn as nn
 from program_models import ARMED, KINDS, WITHOUT_CONSTRUCTOR, Net
@@ -36,10 +35,11 @@ OPERATIONS: dict[str, Operation] = {}
 MANY = range(12)
 FEW = range(3)
 LAST = (-1, -2, 0, 1)
+"""Indices of objects. The usual one is that of the last object."""
 NO_YES = (False, True)
 RARE = ("tied", "borrowed", "scalar")
 BLOCKS = ("", *(kind for kind in (*WITHOUT_CONSTRUCTOR[1:], *KINDS) * 5 if kind not in RARE), *RARE)
-"""Kinds of blocks. Models with RARE ones train only with matching units, so each occurs once."""
+"""Kinds of blocks. Many units with RARE kinds raise, so a common kind is five times as likely."""
 
 
 def operation(weight: float = 1.0, **choices: Sequence[Any]) -> Callable[[Function], Function]:
@@ -147,33 +147,33 @@ def sharding_options(
 
 
 @operation(0.2, model=LAST, root=(True, True, True, False), pairs=NO_YES, **SHARDING)
-def shard(world: World, model: int, root: bool, pairs: bool, **kind: Any) -> str:
+def shard(world: World, model: int, root: bool, pairs: bool, **options: Any) -> str:
     """Shards the blocks of a model, singly or in pairs, and the root."""
     net = world.model(model)
-    options = sharding_options(world, [net], **kind)
+    arguments = sharding_options(world, [net], **options)
     targets = list(dict.fromkeys(net.blocks)) if isinstance(net, Net) else list(net.children())
     if pairs:
         for index in range(0, len(targets), 2):
-            world.api.fully_shard(targets[index : index + 2], **options)
+            world.api.fully_shard(targets[index : index + 2], **arguments)
     else:
         for block in targets:
-            world.api.fully_shard(block, **options)
-    return type(world.api.fully_shard(net, **options)).__name__ if root else ""
+            world.api.fully_shard(block, **arguments)
+    return type(world.api.fully_shard(net, **arguments)).__name__ if root else ""
 
 
 @operation(0.3, model=LAST, module=range(20), **SHARDING)
-def shard_one(world: World, model: int, module: int, **kind: Any) -> str:
+def shard_one(world: World, model: int, module: int, **options: Any) -> str:
     """Shards any module at any time."""
     target = world.module(model, module)
-    options = sharding_options(world, [target], **kind)
-    return type(world.api.fully_shard(target, **options)).__name__
+    arguments = sharding_options(world, [target], **options)
+    return type(world.api.fully_shard(target, **arguments)).__name__
 
 
 @operation(0.15, model=LAST, module=range(20), other=range(1, 20), **SHARDING)
-def shard_both(world: World, model: int, module: int, other: int, **kind: Any) -> list[str]:
+def shard_both(world: World, model: int, module: int, other: int, **options: Any) -> list[str]:
     """Shards two modules as one unit."""
     targets = [world.module(model, module), world.module(model, module + other)]
-    sharded = world.api.fully_shard(targets, **sharding_options(world, targets, **kind))
+    sharded = world.api.fully_shard(targets, **sharding_options(world, targets, **options))
     return [type(module).__name__ for module in sharded]
 
 
@@ -247,7 +247,7 @@ def call_other_method(world: World, model: int, module: int, register: bool, met
 
 
 class arm_failure:
-    """Adds ``name`` to ARMED within the context."""
+    """Adds ``name`` to ARMED. ARMED is empty after the context."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -257,7 +257,7 @@ class arm_failure:
             ARMED.add(self.name)
 
     def __exit__(self, *unused: object) -> None:
-        program_models.ARMED.clear()
+        ARMED.clear()
 
 
 def loss_of(out: Any, part: str) -> torch.Tensor:

@@ -34,7 +34,7 @@ COLLECTIVE_SECONDS = 15
 
 Step = tuple[str, dict[str, Any]]
 """The name and the arguments of an operation."""
-Rank = tuple[list[list[str]], str]
+RankOutcome = tuple[list[list[str]], str]
 """The lines of each operation that ran, and how the rank ended."""
 
 
@@ -59,7 +59,7 @@ class Server:
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
 
-    def read_ranks(self) -> list[Rank]:
+    def read_outcomes(self) -> list[RankOutcome]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -96,7 +96,7 @@ def serve(implementation: str) -> None:
 
 def run(
     implementation: str, program: list[Any], world: int, seconds: float, mistake: str
-) -> list[Rank]:
+) -> list[RankOutcome]:
     """Forks all ranks of a program and waits for them."""
     with tempfile.TemporaryDirectory(prefix="fsdp_c_program_") as folder:
         children = []
@@ -178,19 +178,19 @@ def wait_for_peers(store: Any, rank: int, world: int) -> None:
         store.wait([f"end/{peer}" for peer in range(world)])
 
 
-def collect(children: list[tuple[int, int]], folder: str, deadline: float) -> list[Rank]:
+def collect(children: list[tuple[int, int]], folder: str, deadline: float) -> list[RankOutcome]:
     """Collects the lines of all ranks and how they ended. Kills ranks after ``deadline``."""
     texts = {reading: b"" for _, reading in children}
-    left = set(texts)
-    while left and (seconds := deadline - time.monotonic()) > 0:
-        for reading in select.select(list(left), [], [], seconds)[0]:
+    open_pipes = set(texts)
+    while open_pipes and (seconds := deadline - time.monotonic()) > 0:
+        for reading in select.select(list(open_pipes), [], [], seconds)[0]:
             data = os.read(reading, 1 << 16)
             texts[reading] += data
             if not data:
-                left.discard(reading)
+                open_pipes.discard(reading)
     results = []
     for rank, (pid, reading) in enumerate(children):
-        is_late = reading in left
+        is_late = reading in open_pipes
         if is_late:
             os.kill(pid, signal.SIGUSR1)
             time.sleep(0.3)

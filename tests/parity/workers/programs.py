@@ -29,7 +29,7 @@ import program_internals  # noqa: F401 - it registers operations
 import torch
 from program_known import can_continue, find_rule, pair_lines
 from program_operations import OPERATIONS
-from program_ranks import Rank, Server, Step
+from program_ranks import RankOutcome, Server, Step
 
 SECONDS = 50.0
 """Time after which a program counts as hung."""
@@ -150,7 +150,7 @@ def mentions_hang(text: str) -> bool:
     return any(word in text for word in ("hung", "imed out", "imeout"))
 
 
-def is_hung(ranks: Iterable[Rank]) -> bool:
+def is_hung(ranks: Iterable[RankOutcome]) -> bool:
     """Returns whether a rank did not end, or one of its operations raised a timeout."""
     return any(
         end.startswith("hung") or any(mentions_hang(entry[0]) for entry in lines)
@@ -169,14 +169,16 @@ class Pair:
         self.servers = [start_server("torch"), start_server("fsdp_c")]
         self.mistakes = ["", mistake]
 
-    def run(self, program: list[Step], world: int, seconds: float = SECONDS) -> list[list[Rank]]:
+    def run(
+        self, program: list[Step], world: int, seconds: float = SECONDS
+    ) -> list[list[RankOutcome]]:
         """Runs a program under both; concurrently on one rank, in sequence on two."""
         outcomes = []
         for server, mistake in zip(self.servers, self.mistakes):
             server.send_program(program, world, seconds, mistake)
             if world > 1:
-                outcomes.append(server.read_ranks())
-        return outcomes or [server.read_ranks() for server in self.servers]
+                outcomes.append(server.read_outcomes())
+        return outcomes or [server.read_outcomes() for server in self.servers]
 
     def compare(self, program: list[Step], world: int) -> Difference | None:
         by_torch, by_fsdp_c = self.run(program, world)
@@ -193,7 +195,7 @@ class Pair:
         runs = []
         for _ in range(3):
             server.send_program(program, world, SECONDS)
-            runs.append([lines[: difference.at + 1] for lines, _ in server.read_ranks()])
+            runs.append([lines[: difference.at + 1] for lines, _ in server.read_outcomes()])
         return runs[0] == runs[1] == runs[2]
 
     def judge_hang(self, program: list[Step], world: int, difference: Difference) -> Difference:
@@ -205,7 +207,7 @@ class Pair:
         for index, (server, mistake) in enumerate(zip(self.servers, self.mistakes)):
             for _ in range(HANG_RERUNS):
                 server.send_program(program, world, SECONDS, mistake)
-                hung[index] += is_hung(server.read_ranks())
+                hung[index] += is_hung(server.read_outcomes())
                 if hung[0] or hung[1] == HANGS_COUNTED:
                     break
             if hung[0]:
@@ -215,7 +217,7 @@ class Pair:
 
 
 def find_difference(
-    world: int, program: list[Step], by_torch: Rank, by_fsdp_c: Rank
+    world: int, program: list[Step], by_torch: RankOutcome, by_fsdp_c: RankOutcome
 ) -> Difference | None:
     (left, left_end), (right, right_end) = by_torch, by_fsdp_c
     passed = None

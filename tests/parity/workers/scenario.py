@@ -25,7 +25,7 @@ from meshes import Meshes
 from models import Inputs, tensors_in
 from record import Recorder, error_entry
 from releases import groups_of
-from schedules import RUN
+from schedules import FUNCTIONS
 from setting import DEVICE, DTYPES, Setting
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
@@ -134,7 +134,7 @@ class Script:
         self.recorder.record("begin", label)
         seed_generator(SEED + step)
         self._unshard_manually(label)
-        RUN[setting.schedule](self, label)
+        FUNCTIONS[setting.schedule](self, label)
         self.record_gradients(label)
         if setting.clip:
             for wrapped in self._wrapped_by_mesh():

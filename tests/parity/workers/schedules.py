@@ -1,7 +1,8 @@
 """Runs the microbatches of a step: one function for each schedule of the grid.
 
-A schedule calls the script of scenario.py: ``script.forward`` and ``script.backward`` run one
-microbatch and record the results. ``label`` names the step.
+``SCHEDULES`` and ``WIDE_SCHEDULES`` of setting.py describe the schedules. A function calls the
+methods of ``Script`` (scenario.py), which record the results of a microbatch. ``label`` names the
+step in the records.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def _pipeline(script: Script, label: str) -> None:
     losses = [script.forward(label, micro) for micro in range(2)]
     for loss in losses:
         script.backward(label, loss)
+    # torch's pipeline stage makes the following calls after the last backward of a step.
     model.set_is_last_backward(True)
     model.set_reshard_after_backward(True)
     model.set_requires_gradient_sync(True)
@@ -140,7 +142,7 @@ def _pipeline(script: Script, label: str) -> None:
     root._root_post_backward_final_callback()
 
 
-RUN: dict[str, Callable[[Script, str], None]] = {
+FUNCTIONS: dict[str, Callable[[Script, str], None]] = {
     "plain": _plain,
     "accumulate": _accumulate,
     "no_sync": _no_sync,

@@ -56,7 +56,7 @@ def forked_child_exits_interpreter(api: Script) -> Any:
     return [before, child.exitcode, api.train(model)]
 
 
-# ---- evaluations ----
+# ---- evaluations and frozen blocks ----
 
 
 @script(costly=True)
@@ -120,7 +120,7 @@ def teacher_and_student(api: Script) -> Any:
     return api.train(student, loss)
 
 
-# ---- forwards that fail ----
+# ---- failing forwards and destroyed groups ----
 
 
 class RaisesOnce(nn.Module):

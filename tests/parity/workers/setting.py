@@ -1,8 +1,9 @@
 """Settings of the parity grid (a model, a way to wrap it, and a training script), and launches.
 
 Every field of ``Setting`` but ``perturb`` is one dimension of the grid; its default is the plain
-case. The fields up to ``zero`` are FSDP2's core (the basic grid, grid.py), those from ``mesh`` on
-the rest of its surface (wide.py). feature_support.py maps values to the features that they need.
+case. The basic grid (grid.py) varies the fields up to ``zero``, FSDP2's core. The wide grid
+(wide.py) also varies the fields from ``mesh`` on. feature_support.py maps values to the features
+that they need.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Setting:
     evaluate: bool = False
     """An evaluation under no_grad after each step."""
     hooks: bool = False
-    """Hooks that record gradients, which they halve, and the forwards of modules."""
+    """Hooks that halve and record gradients, and hooks that record the forwards of modules."""
     ignored: bool = False
     """ignored_params"""
     state: str | None = None
