@@ -211,13 +211,13 @@ def test_programs_that_are_consistent_on_all_ranks_do_not_raise(env: dict[str, s
 
 @pytest.mark.parametrize("env", [{}, GLOO], ids=["shared memory", "gloo"])
 def test_pipeline_stages_with_different_models_do_not_raise(env: dict[str, str]) -> None:
-    assert run_ranks(consistent_programs.run_stages, 4, env=env) == [""] * 4
+    run_ranks(consistent_programs.run_stages, 4, env=env)
 
 
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
 @pytest.mark.parametrize("env", [{}, GLOO], ids=["shared memory", "gloo"])
 def test_schedules_of_pipeline_stages_do_not_raise(env: dict[str, str], schedule: str) -> None:
-    assert run_ranks(consistent_programs.run_schedule, 4, (schedule,), env=env) == [""] * 4
+    run_ranks(consistent_programs.run_schedule, 4, (schedule,), env=env)
 
 
 @pytest.mark.parametrize("env", [{}, GLOO], ids=["shared memory", "gloo"])

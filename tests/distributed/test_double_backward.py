@@ -1,7 +1,8 @@
-"""Double backward through units that reshard: torch fails (B8), fsdp_c matches the plain model.
+"""Double backward through units that reshard: torch fails (B8), fsdp_c has the right results.
 
-Results must have equal bits, except in the tests with "close" in their names. With torch 2.15 also
-except for the gradients of ``SUMMED_IN``.
+Expected are the results of the plain model. Scenarios that call ``compare_with_torch`` expect those
+of torch's FSDP2 that never reshards. Results must have equal bits, except in the tests with "close"
+in their names, and except for the gradients of ``SUMMED_IN`` from torch 2.15 on.
 ``workers/double_backward.py`` computes the expected results. tests/TORCH_BUGS.md lists the bugs of
 torch.
 """
@@ -85,7 +86,7 @@ def test_torch_reads_freed_parameters_in_double_backward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BIT_EQUAL)
-def test_double_backward_gradients_match_plain_model(name: str) -> None:
+def test_double_backward_results_match_a_model_that_frees_no_parameters(name: str) -> None:
     for rank, result in enumerate(run_scenario(name)):
         if has("2.15") and name in SUMMED_IN:
             assert_same_except_norm_weights(

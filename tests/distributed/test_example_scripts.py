@@ -27,7 +27,7 @@ def launch(script: str, ranks: int, *arguments: object) -> str:
     return output
 
 
-def weights(output: str) -> str:
+def digest_of_weights(output: str) -> str:
     """Returns the digest in the closing lines, which must be complete and in order."""
     headings = "|".join(CLOSING_LINES)
     assert re.findall(rf"^({headings})  ", output, re.M) == CLOSING_LINES, output
@@ -61,7 +61,10 @@ def test_example_script_help_lists_implementations(script: str) -> None:
 def test_example_script_trains_the_same_weights_as_torch(
     script: str, ranks: int, arguments: list[str]
 ) -> None:
-    digests = [weights(launch(script, ranks, "--impl", i, *arguments)) for i in ("torch", "fsdp_c")]
+    digests = [
+        digest_of_weights(launch(script, ranks, "--impl", i, *arguments))
+        for i in ("torch", "fsdp_c")
+    ]
     assert digests[0] == digests[1]
 
 
@@ -70,7 +73,9 @@ def test_throughput_of_hsdp_tp_counts_tokens_of_tensor_parallel_ranks_once() -> 
     match = re.search(r"^Throughput +([\d,]+) tokens/s on 2 ranks \((\d+) ms", output, re.M)
     assert match is not None
     tokens_of_step = int(match[1].replace(",", "")) * int(match[2]) / 1000
-    assert tokens_of_step == pytest.approx(16 * 4 * 2, rel=0.2)  # the duration is rounded to ms
+    context, batch, microbatches = 16, 4, 2
+    expected = context * batch * microbatches
+    assert tokens_of_step == pytest.approx(expected, rel=0.2)  # the duration is rounded to ms
 
 
 def test_loss_of_hsdp_tp_is_the_mean_of_its_microbatches() -> None:
@@ -94,7 +99,9 @@ def test_hsdp_tp_with_invalid_mesh_prints_the_expected_form(mesh: str) -> None:
 
 def test_digest_of_weights_depends_on_the_training() -> None:
     """If it did not, test_example_script_trains_the_same_weights_as_torch would prove nothing."""
-    digests = {weights(launch("lora", 2, *GPT, "--lr", rate)) for rate in ("0.01", "0.02")}
+    digests = {
+        digest_of_weights(launch("lora", 2, *GPT, "--lr", rate)) for rate in ("0.01", "0.02")
+    }
     assert len(digests) == 2
 
 
@@ -113,8 +120,8 @@ def test_checkpoint_of_four_ranks_resumes_on_two_with_the_same_weights(tmp_path:
     saved = launch("resume", 4, *GPT, "--out", tmp_path)
     resumed = launch("resume", 2, *GPT, "--out", tmp_path, "--steps", 6)
     match = re.search(r"^Resumed on 2 ranks after step 3: weights sha256 (\w{16})$", resumed, re.M)
-    assert match is not None and match[1] == weights(saved)
-    assert weights(resumed) != weights(saved)
+    assert match is not None and match[1] == digest_of_weights(saved)
+    assert digest_of_weights(resumed) != digest_of_weights(saved)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003", "step_000006"]
     with pytest.raises(RanksFailed, match="has 6 steps already: increase --steps"):
         launch("resume", 1, *GPT, "--out", tmp_path, "--steps", 6)
@@ -199,9 +206,9 @@ def test_finetune_hf_trains_the_same_weights_as_torch_and_saves_them(
         launch("finetune_hf", 2, *TEXT, "--impl", impl, "--out", tmp_path / impl)
         for impl in ("torch", "fsdp_c")
     ]
-    assert weights(outputs[0]) == weights(outputs[1])
+    assert digest_of_weights(outputs[0]) == digest_of_weights(outputs[1])
     load = transformers.AutoModelForCausalLM.from_pretrained
     for folder in (tmp_path / "torch", tmp_path / "fsdp_c"):
         model, report = load(folder, output_loading_info=True)
         assert not report["missing_keys"]
-        assert weights_digest(model)[:16] == weights(outputs[0])
+        assert weights_digest(model)[:16] == digest_of_weights(outputs[0])

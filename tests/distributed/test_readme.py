@@ -18,7 +18,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
-BAD_MODEL = """
+MIXED_DTYPES = """
     ```python
     policy = fsdp_c.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.blocks:
@@ -26,7 +26,7 @@ BAD_MODEL = """
     fsdp_c.fully_shard(model)
     ```
 """
-"""An earlier first block of the README: it runs, but the model's forward fails."""
+"""A block that runs, but after which the model's forward fails: the root has another dtype."""
 
 LEAF_WRITE = """
 ```python
@@ -35,7 +35,7 @@ with fsdp_c.full_params(model) as full:
 ```
 """
 FAILING = (
-    f"Words.\n{BAD_MODEL}\n{LEAF_WRITE}\n```python\nnothing_of_this_name\n```\n"
+    f"Words.\n{MIXED_DTYPES}\n{LEAF_WRITE}\n```python\nnothing_of_this_name\n```\n"
     "```\nno Python\n```\n"
 )
 

@@ -45,7 +45,7 @@ def test_keep_unsharded_storage_keeps_parameter_addresses() -> None:
 
 def test_keep_unsharded_storage_without_recurse_affects_one_unit() -> None:
     for result in run_scenario("kept_storage_of_one_unit", implementations=BOTH):
-        assert result == {"first": True, "rest": True}
+        assert result == {"first is kept": True, "others are freed": True}
 
 
 # ---- set_manual_backward_finalization ----
@@ -54,14 +54,14 @@ def test_keep_unsharded_storage_without_recurse_affects_one_unit() -> None:
 def test_deferred_gradients_are_reduced_by_finalize_backward_only() -> None:
     for result in run_scenario("deferred_reductions"):
         assert_equal(result)
-        assert result["counts"] == [[0, 4], [0, 4]]
+        assert result["reductions"] == [{"backwards": 0, "finalization": 4}] * 2
         assert result["unsharded bytes"] == 0
 
 
 def test_finalize_backward_after_reduced_backward_issues_no_reductions() -> None:
     for result in run_scenario("synchronized_backwards_are_not_reduced_again"):
         assert_equal(result)
-        assert result["counts"] == [4, 4]
+        assert result["reductions of backward"] == result["reductions of both"] == 4
         assert result["in flight"] == 0
 
 
@@ -115,7 +115,7 @@ def test_param_dtype_override_sets_the_compute_dtype_of_one_parameter() -> None:
     for result in run_scenario("dtype_overrides_of_single_parameters", implementations=BOTH):
         assert_equal(result)
         assert result["dtypes"] == [torch.float32, torch.bfloat16]
-        assert result["calls"] == {1: 4, 2: 4}
+        assert result["calls by ndim"] == {1: 4, 2: 4}  # one per model
 
 
 def test_invalid_param_dtype_override_raises_and_leaves_the_model_unchanged() -> None:

@@ -14,7 +14,7 @@ from fsdp_c._tools.trace_spans import COMPUTE, FORWARD, GATHER, GATHER_WAIT
 @pytest.mark.parametrize("impl", ["fsdp_c", "torch"])
 def test_trace_shows_the_wait_for_a_late_rank(impl: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    (ranks, summary), (same, _) = run_ranks(traced.late_rank, 2, (impl, str(tmp_path)))
+    (ranks, summary), (same, _) = run_ranks(traced.trace_late_rank, 2, (impl, str(tmp_path)))
     assert ranks == same, "every rank must have the spans of all ranks"
     late = traced.LATE * 1e9
     waits = [[s for s in rank if s.kind == GATHER_WAIT] for rank in ranks]

@@ -87,7 +87,7 @@ def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("place", "operation", "group", "passed"),
+    ("place", "operation", "group", "pass_name"),
     [
         ("gather in forward", "all-gather", "the root's parameter group", "forward"),
         ("gather in backward", "all-gather", "parameter group '0'", "backward"),
@@ -95,12 +95,12 @@ def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_killed_peer_raises_error_with_operation_group_pass_and_rank(
-    place: str, operation: str, group: str, passed: str, report_folder: Path
+    place: str, operation: str, group: str, pass_name: str, report_folder: Path
 ) -> None:
     kind, message, *_, cause = reports_after_peer_death(report_folder)[place]
     assert kind == "RuntimeError"
     assert message.startswith(
-        f"{operation} of {group} (step 2, {passed}) failed on rank 0 of 2 of process group '"
+        f"{operation} of {group} (step 2, {pass_name}) failed on rank 0 of 2 of process group '"
     )
     assert len(message.partition("': ")[2]) > 10  # the backend's message
     assert cause == "cause: RuntimeError"

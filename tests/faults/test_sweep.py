@@ -23,5 +23,5 @@ def test_training_after_failure_matches_training_without_failure(
         assert result["mismatches"] == []
         assert result["same"]
         assert result["failures"] == {expected_type}
-        assert result["points"] >= (60 if kind == "boundary" else 6)
-    assert results[0]["points"] == results[1]["points"]
+        assert result["last failing call"] >= (60 if kind == "boundary" else 6)
+    assert results[0]["last failing call"] == results[1]["last failing call"]

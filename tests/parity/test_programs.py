@@ -26,7 +26,9 @@ pytestmark = pytest.mark.xdist_group("programs")
 @pytest.mark.torch("2.13")
 @pytest.mark.timeout(300 + 10 * COUNT)
 def test_random_programs_match_torch() -> None:
-    report = programs.run_many(range(SEED, SEED + COUNT), programs.world_size_of, enough=SHOWN)
+    report = programs.run_many(
+        range(SEED, SEED + COUNT), programs.world_size_of, max_failures=SHOWN
+    )
     differences = [
         f"seed {seed}, {programs.world_size_of(seed)} ranks:\n"
         f"{programs.format_program(program)}\n{difference.text}"
@@ -44,7 +46,7 @@ def test_random_programs_match_torch() -> None:
 def test_random_programs_detect_a_seeded_mistake(mistake: str) -> None:
     is_detectable = program_mistakes.MISTAKES[mistake].is_detectable
     seeds = [seed for seed in range(2000) if is_detectable(programs.generate(seed))][:30]
-    report = programs.run_many(seeds, lambda seed: 1, mistake=mistake, shorten=0, enough=1)
+    report = programs.run_many(seeds, lambda seed: 1, mistake=mistake, shorten=0, max_failures=1)
     assert report.failures, f"{report.programs} programs did not detect it: {report.rules}"
 
 
@@ -109,6 +111,37 @@ def test_hang_of_a_program_passes_only_if_torch_hangs_in_a_rerun(
         assert f"fsdp_c in {programs.HANGS_COUNTED if fsdp_c_hangs == 'always' else 0}" in (
             report.failures[5][1].text
         )
+
+
+def test_each_program_that_torch_runs_differently_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second, third = (([[f"gave {number}"]] * 100, "") for number in range(3))
+    # Each program is compared, and then torch runs it three more times.
+    by_torch = ScriptedServer(*[first, first, second, first] * 2)
+    servers = {"torch": by_torch, "fsdp_c": ScriptedServer(third)}
+    monkeypatch.setattr(programs, "start_server", servers.__getitem__)
+    report = programs.run_many([5, 6], lambda seed: 1, shorten=0)
+    assert not report.failures
+    assert dict(report.rules) == {programs.NONDETERMINISTIC: 2}
+
+
+class PairWithEarlierDifference:
+    """Programs of three operations differ in the last one, or in the first one if it is usual."""
+
+    def compare(self, program: list[Step], world: int) -> programs.Difference | None:
+        if program[0][1]["model"] == -1:
+            return programs.Difference(0, "step: values", "")
+        return programs.Difference(2, "step: values", "") if len(program) == 3 else None
+
+
+def test_simplified_program_that_differs_earlier_is_cut_there() -> None:
+    program = programs.parse_program(str([("step", {"model": 1}) for _ in range(3)]))
+    pair: Any = PairWithEarlierDifference()
+    difference = pair.compare(program, 1)
+    shortened, found = programs.shorten_program(pair, program, 1, difference, 10.0)
+    assert shortened == programs.parse_program("[('step', {})]")
+    assert found.at == 0
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def run_kinds(
     return results
 
 
-def train_after_mismatch(rank: int, world_size: int) -> list[bool]:
+def train_after_mismatch(rank: int, world_size: int) -> tuple[bool, list[bool]]:
     """Returns whether the mismatch raised, and for each shard whether it has the expected values.
 
     The expected values are those of a run whose ranks never diverged.
@@ -150,7 +150,7 @@ def train_after_mismatch(rank: int, world_size: int) -> list[bool]:
     for _ in range(2):
         program.step()
     equal = [torch.equal(a, b) for a, b in zip(program.shards(), expected.shards())]
-    return [raised, *equal]
+    return raised, equal
 
 
 def _try_step(program: Program) -> str:

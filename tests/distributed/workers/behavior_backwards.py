@@ -70,7 +70,10 @@ def chunks_of(hidden: torch.Tensor) -> list[torch.Tensor]:
 
 
 def chunked_loss(api: Api, model: Trunk, step: int, deep: bool = True) -> list[Any]:
-    """Runs backward through the head for each chunk, then through the remaining model."""
+    """Runs backward through the head for each chunk, then, if ``deep``, through the other layers.
+
+    Returns loss and gradients after each chunk, and the gradients at the end.
+    """
     hidden = model(batch(api.rank, step))
     chunks = chunks_of(hidden)
     record: list[Any] = []
@@ -78,7 +81,7 @@ def chunked_loss(api: Api, model: Trunk, step: int, deep: bool = True) -> list[A
         delay_rank_1(api)
         loss = model.head(chunk).square().mean()
         loss.backward()
-        record += [loss.item(), grads(model)]
+        record.append((loss.item(), grads(model)))
     if deep:
         hidden.backward(torch.cat([chunk.grad for chunk in chunks]))
         record.append(grads(model))
@@ -86,11 +89,12 @@ def chunked_loss(api: Api, model: Trunk, step: int, deep: bool = True) -> list[A
 
 
 def steps_of(
-    model: nn.Module, params: list[nn.Parameter], run: Callable[[int], list[Any]], count: int = 3
+    model: nn.Module, params: list[nn.Parameter], run: Callable[[int], list[Any]]
 ) -> list[Any]:
+    """Returns ``run(step)`` of three steps, and then the weights."""
     optimizer = torch.optim.SGD(params, lr=0.1)
     record: list[Any] = []
-    for step in range(count):
+    for step in range(3):
         record.append(run(step))
         optimizer.step()
         optimizer.zero_grad()

@@ -237,19 +237,19 @@ def post_backward_hook_registered_directly(api: Api) -> list[Any]:
 
 
 @scenario()
-def direct_calls_before_the_first_forward(api: Api) -> list[Any]:
+def direct_calls_before_the_first_forward(api: Api) -> dict[str, Any]:
     """The communication context has not had its lazy init."""
-    observed: list[Any] = []
+    observed: dict[str, Any] = {}
     for name, *arguments in (("post_backward",), ("finalize_backward",), ("pre_backward", True)):
         group = param_groups_of(shard(api, blocks_and_head()))[0]
-        observed.append((name, outcome(getattr(group, name), *arguments)))
+        observed[name] = outcome(getattr(group, name), *arguments)
     model = shard(api, blocks_and_head())
-    observed.append(outcome(end_backward, model))
-    return [*observed, reduce_by_groups(model, api.rank)]
+    observed["end of backward"] = outcome(end_backward, model)
+    return observed | {"trained": reduce_by_groups(model, api.rank)}
 
 
 @scenario(1)
-def direct_calls_before_the_first_forward_on_one_rank(api: Api) -> list[Any]:
+def direct_calls_before_the_first_forward_on_one_rank(api: Api) -> dict[str, Any]:
     """torch's pre_backward fails on another attribute than with several ranks."""
     return direct_calls_before_the_first_forward(api)
 

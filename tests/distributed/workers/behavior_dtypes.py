@@ -209,7 +209,10 @@ def parameters_used_twice(api: Api) -> dict[int, list[torch.Tensor]]:
 
 @scenario()
 def parameters_with_grad_dtype(api: Api) -> dict[str, list[torch.Tensor]]:
-    """Returns gradients and weights after two steps with ``grad_dtype`` on some parameters."""
+    """Returns gradients that two reductions accumulate, with ``grad_dtype`` on one parameter.
+
+    Each reduction has two microbatches.
+    """
 
     def train(
         dtype: torch.dtype,

@@ -308,7 +308,10 @@ def hooks_of_extensions_that_are_replicated(api: Api) -> list[Any]:
 
 @scenario()
 def extension_inputs_of_varying_size(api: Api) -> list[Any]:
-    """Each call of the pre hook makes the second input, and its output, one element longer."""
+    """Each call of the pre hook makes the second input, and its output, one element longer.
+
+    Returns the lengths of the second output, each with the length of the input.
+    """
     model = shard_layers(api, layers())
     sizes: list[int] = []
 
@@ -319,7 +322,11 @@ def extension_inputs_of_varying_size(api: Api) -> list[Any]:
     hooks = Hooks(model).install(growing, first)
     results = steps(model, api.rank)
     plain = steps(shard_layers(api, layers()), api.rank)
-    lengths = [(call[4][1][0][0], call[5]) for call in hooks.calls if call[0] == "post"]
+    lengths = []
+    for kind, _, _, _, outputs_or_mesh, metadata, *_ in hooks.calls:
+        if kind == "post":
+            _, ((length,), _) = outputs_or_mesh
+            lengths.append((length, metadata))
     return [results, plain, lengths, memory(model)]
 
 
@@ -386,7 +393,7 @@ def hooks_with_invalid_results(api: Api) -> dict[str, Any]:
         results[f"post: {name}"] = first_line_of(lambda m=model: m(batch(0)))  # type: ignore[misc]
     model = shard_layers(api, layers())
     model[0].weight._local_tensor.fsdp_pre_all_gather = lambda a, b: None
-    results["half"] = first_line_of(lambda: model(batch(0)))
+    results["only the pre hook"] = first_line_of(lambda: model(batch(0)))
     model = shard_with_invalid_hooks(api)
     model[0].weight._local_tensor.fsdp_pre_all_gather = lambda a, b: None
     results["two arguments"] = first_line_of(lambda: model(batch(0)))

@@ -202,13 +202,14 @@ class TwoMethods(nn.Module):
 
 @scenario()
 def registered_forward_method(api: Api) -> list[Any]:
+    """Returns the type of the weight after the method, loss and gradients of each step."""
     torch.manual_seed(1)
     model = api.fully_shard(TwoMethods(), reshard_after_forward=True)
     register_fsdp_forward_method(model, "encode")
     record: list[Any] = []
     for step in range(2):
         loss = model.encode(batch(api.rank, step), scale=2.0).square().mean()
-        record.append(type(model.linear.weight).__name__)
+        weight_type = type(model.linear.weight).__name__
         loss.backward()
-        record += [loss.item(), grads(model)]
+        record.append((weight_type, loss.item(), grads(model)))
     return record

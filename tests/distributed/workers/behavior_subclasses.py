@@ -60,20 +60,21 @@ def rows(rank: int, step: int) -> torch.Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * rank + step))
 
 
-def train_pairs(model: nn.Module, rank: int, microbatches: int) -> list[Any]:
+def train_pairs(model: nn.Module, rank: int, microbatches: int) -> dict[str, Any]:
     """Trains with ``microbatches`` backwards per step; returns losses, gradients and weights."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05, foreach=True)
-    record: list[Any] = []
+    losses, gradients = [], []
     for step in range(2):
         for microbatch in range(microbatches):
             model.set_requires_gradient_sync(microbatch + 1 == microbatches)
             loss = model(rows(rank, 5 * step + microbatch)).square().sum()
             loss.backward()
-            record.append(parts_of(loss))
-        record += [parts_of(param.grad) for param in model.parameters()]
+            losses.append(parts_of(loss))
+        gradients.append([parts_of(param.grad) for param in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
-    return [*record, [parts_of(param) for param in model.parameters()]]
+    weights = [parts_of(param) for param in model.parameters()]
+    return {"losses": losses, "gradients": gradients, "weights": weights}
 
 
 @scenario()
@@ -101,7 +102,7 @@ def wrapped_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local.held.detach().clone() if isinstance(local, Wrapping) else local.detach().clone()
 
 
-def train_wrapped(api: Api, kind: type, biases: bool, **kwargs: Any) -> list[Any]:
+def train_wrapped(api: Api, kind: type, biases: bool, **kwargs: Any) -> dict[str, Any]:
     """Trains layers whose weights, and optionally biases, are wrappers with uneven shards."""
     torch.manual_seed(6)
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
@@ -113,15 +114,17 @@ def train_wrapped(api: Api, kind: type, biases: bool, **kwargs: Any) -> list[Any
         api.fully_shard(module, **kwargs)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     torch.manual_seed(api.rank)
-    record: list[Any] = []
+    losses, gradients, types = [], [], []
     for _ in range(2):
         loss = model(torch.randn(3, 5)).square().sum()
         loss.backward()
-        record += [loss.detach(), *(wrapped_tensor(param.grad) for param in model.parameters())]
-        record.append([type(param.to_local()).__name__ for param in model.parameters()])
+        losses.append(loss.detach())
+        gradients.append([wrapped_tensor(param.grad) for param in model.parameters()])
+        types.append([type(param.to_local()).__name__ for param in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
-    return [*record, *(wrapped_tensor(param) for param in model.parameters())]
+    weights = [wrapped_tensor(param) for param in model.parameters()]
+    return {"losses": losses, "gradients": gradients, "shard types": types, "weights": weights}
 
 
 @scenario()
@@ -139,7 +142,7 @@ def wrappers_without_extensions(api: Api) -> dict[str, Any]:
 
 
 @scenario(1)
-def wrappers_without_extensions_on_one_rank(api: Api) -> list[Any]:
+def wrappers_without_extensions_on_one_rank(api: Api) -> dict[str, Any]:
     return train_wrapped(api, Wrapping, True)
 
 

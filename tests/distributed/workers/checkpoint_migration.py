@@ -1,7 +1,7 @@
 """Rank functions of test_checkpoint_migration.py: recipes of docs/migrate.md for old checkpoints.
 
-Each function trains under FSDP1 or DDP, saves model and optimizer, and continues. The function then
-loads the files into a model of fsdp_c, continues, and compares losses and weights.
+``fsdp1`` and ``ddp`` train, save model and optimizer, and continue. Then they load the files into a
+model of fsdp_c, continue, and compare losses and weights.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def load_full(path: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> Non
 # ---- ranks ----
 
 
-def prepared(rank: int, world: int, implementation: str, folder: str) -> Api:
+def prepare_rank(rank: int, world: int, implementation: str, folder: str) -> Api:
     importlib.import_module(implementation)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -204,7 +204,7 @@ def save_all(
     rank: int, world: int, implementation: str, folder: str, checkpoints: list[Checkpoint]
 ) -> dict[str, Any]:
     """Returns, for each checkpoint, the saved state and this rank's bits of the steps around it."""
-    api = prepared(rank, world, implementation, folder)
+    api = prepare_rank(rank, world, implementation, folder)
     results = {}
     for checkpoint in checkpoints:
         model, optimizer = build(api, checkpoint.precision, checkpoint.mesh, seed=1)
@@ -227,7 +227,7 @@ def load_all(
     loads: list[tuple[Checkpoint, tuple[int, ...]]],
 ) -> dict[Any, Any]:
     """Returns, for each checkpoint and mesh, the loaded state and this rank's later bits."""
-    api = prepared(rank, world, implementation, folder)
+    api = prepare_rank(rank, world, implementation, folder)
     results = {}
     for checkpoint, mesh in loads:
         model, optimizer = build(api, checkpoint.precision, mesh, seed=2)

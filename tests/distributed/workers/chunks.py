@@ -41,9 +41,9 @@ def _model(seed: int = 0, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def _step(model: nn.Module, step: int, batch: torch.dtype = torch.float32) -> None:
+def _step(model: nn.Module, step: int) -> None:
     torch.manual_seed(100 * step + dist.get_rank())
-    model(torch.randn(4, 24, dtype=batch)).float().square().mean().backward()
+    model(torch.randn(4, 24)).float().square().mean().backward()
 
 
 def _train(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
@@ -127,13 +127,16 @@ def differences(rank: int, world: int) -> list[str]:
     return found
 
 
-def train_with_special_rank(rank: int, world: int) -> list[bool]:
-    """Returns whether bits stay equal if rank 0 has a dispatch mode, a profiler, no kernels or
-    patches."""
+SPECIAL_SETTINGS = ("dispatch mode", "profiler", "without kernels", "patched")
+"""Settings in which a rank uses packed buffers."""
+
+
+def train_with_special_rank(rank: int, world: int) -> dict[str, bool]:
+    """Returns, by the setting of rank 0, whether bits stay equal."""
     _C._testing.set_min_owned_chunk_bytes(1)
     plain = _train(_model())
-    equal = []
-    for setting in ("dispatch mode", "profiles", "without kernels", "patched"):
+    equal = {}
+    for setting in SPECIAL_SETTINGS:
         model = _model()
         if rank != 0:
             special = _train(model)
@@ -141,7 +144,7 @@ def train_with_special_rank(rank: int, world: int) -> list[bool]:
             with RecordedOperators() as recorder:
                 special = _train(model)
             assert {"_allgather_base_", "_reduce_scatter_base_"} <= set(recorder.collectives())
-        elif setting == "profiles":
+        elif setting == "profiler":
             with profile(activities=[ProfilerActivity.CPU]):
                 special = _train(model)
         elif setting == "without kernels":
@@ -152,7 +155,7 @@ def train_with_special_rank(rank: int, world: int) -> list[bool]:
                 _C._testing.hide_kernels(False)
         else:
             special = _train_with_patched_torch(model)
-        equal.append(len(plain) == len(special) and all(map(torch.equal, plain, special)))
+        equal[setting] = len(plain) == len(special) and all(map(torch.equal, plain, special))
     return equal
 
 

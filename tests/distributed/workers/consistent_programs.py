@@ -1,4 +1,4 @@
-"""Programs that must not raise: the ranks issue the same collectives, at different times or not."""
+"""Programs that must not raise: all ranks issue equal collectives, some at different times."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def run_programs(rank: int, programs: tuple[Callable[[int, Any], None], ...]) ->
     return results
 
 
-def run_schedule(rank: int, world_size: int, name: str) -> str:
+def run_schedule(rank: int, world_size: int, name: str) -> None:
     """Trains two stages with two ranks each by a schedule of torch.distributed.pipelining."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
     number = mesh["stage"].get_local_rank()
@@ -253,10 +253,9 @@ def run_schedule(rank: int, world_size: int, name: str) -> str:
         schedule.step(*arguments, target=torch.ones(8, SIZE) if stage.is_last else None)
         optimizer.step()
         optimizer.zero_grad()
-    return ""
 
 
-def run_stages(rank: int, world_size: int) -> str:
+def run_stages(rank: int, world_size: int) -> None:
     """Two pipeline stages with two ranks each. The stages have different models and issue different
     collectives."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
@@ -271,7 +270,6 @@ def run_stages(rank: int, world_size: int) -> str:
             if stage == 0:
                 dist.send(output.detach(), rank + 2)
             output.sum().backward()
-    return ""
 
 
 def restart(folder: Path) -> None:

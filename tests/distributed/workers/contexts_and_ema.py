@@ -67,8 +67,9 @@ def separate_ends(rank: int, world: int) -> None:
 class Net(nn.Module):
     """Three residual layers of uneven widths and a tied head: int (batch,) -> (batch, 11)."""
 
-    def __init__(self, width: int = 5) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        width = 5
         self.embed = nn.Embedding(11, width)
         self.layers = nn.ModuleList(
             [nn.Sequential(nn.Linear(width, 7), nn.Tanh(), nn.Linear(7, width)) for _ in range(3)]
@@ -92,8 +93,8 @@ class Net(nn.Module):
         return tokens
 
 
-def sharded_net(seed: int = 0, **kwargs: Any) -> Net:
-    torch.manual_seed(seed)
+def sharded_net(**kwargs: Any) -> Net:
+    torch.manual_seed(0)
     model = Net()
     for layer in model.layers:
         fully_shard(layer, **kwargs)
@@ -106,10 +107,10 @@ def backward(model: nn.Module, rank: int, scale: float = 1.0) -> None:
 
 
 def clip(rank: int, world: int) -> None:
-    exact = world == 2
+    exact = world == 2  # a sum of two numbers does not depend on their order
     for norm_type in (2.0, 1.0, 3.0, math.inf, 4.0):
         for max_norm in (0.01, 1e9):
-            compare_clipping(rank, norm_type, max_norm, exact and norm_type != 4.0)
+            compare_clipping(rank, norm_type, max_norm, exact)
     clip_hybrid(rank, world)
 
 
@@ -240,13 +241,13 @@ def load_like_torch(rank: int, full: dict[str, torch.Tensor]) -> None:
 
 
 class Failing(dict[str, Any]):
-    """A state dict that raises after ``left`` reads."""
+    """A state dict that raises after ``reads_left`` reads."""
 
-    left = 0
+    reads_left = 0
 
     def __getitem__(self, name: str) -> Any:
-        self.left -= 1
-        if self.left < 0:
+        self.reads_left -= 1
+        if self.reads_left < 0:
             raise OSError("the disk is gone")
         return super().__getitem__(name)
 
@@ -274,7 +275,7 @@ def load_and_fail(rank: int, full: dict[str, torch.Tensor]) -> None:
         assert torch.equal(param._local_tensor, value)
     for reads in range(len(full), 3 * len(full), 5):
         source = Failing(full)
-        source.left = reads
+        source.reads_left = reads
         assert_load_fails(source if rank == 0 else None, "partly loaded", bucket_bytes=60)
     load_full_state_dict(model, full if rank == 0 else None)
     assert_weights(model, full)
@@ -316,7 +317,7 @@ def load_stages(rank: int, world: int) -> None:
             full[f"layers.{i}.bias"] = torch.randn(4 + growth * i, generator=seeded(i))
         for src in range(world):
             model = make_stage(rank, 4 + growth * rank)
-            if rank == 1:  # cannot be split into rows on this rank only
+            if rank == 1:  # only on this rank the parameter cannot be split into rows
                 value = distribute_tensor(
                     torch.zeros(30), mesh, [_StridedShard(0, split_factor=2)], src_data_rank=None
                 )
@@ -383,25 +384,25 @@ def load_and_fail_on_one_rank(
     copy, make_destinations = buckets.copy_tensors, destinations.make_destinations
     collect_targets = destinations.collect_targets
 
-    def failing(copies: Any) -> None:
-        failing.left -= 1
-        if failing.left < 0:
+    def copy_or_fail(copies: Any) -> None:
+        copy_or_fail.copies_left -= 1
+        if copy_or_fail.copies_left < 0:
             raise MemoryError("too small")
         copy(copies)
 
-    def no_places(*args: Any) -> Any:
+    def raise_memory_error(*args: Any) -> Any:
         raise MemoryError("no place")
 
     for failing_rank in (0, last):
-        for failing.left in (0, 3):
-            function = failing if rank == failing_rank else copy
+        for copy_or_fail.copies_left in (0, 3):
+            function = copy_or_fail if rank == failing_rank else copy
             with unittest.mock.patch.object(buckets, "copy_tensors", function):
                 assert_load_fails(full if rank == 0 else None, "partly loaded", bucket_bytes=60)
-        function = no_places if rank == failing_rank else make_destinations
+        function = raise_memory_error if rank == failing_rank else make_destinations
         with unittest.mock.patch.object(destinations, "make_destinations", function):
             message = "no place" if rank == failing_rank else "another rank cannot allocate memory"
             assert_load_fails(full if rank == 0 else None, message)
-        function = no_places if rank == failing_rank else collect_targets
+        function = raise_memory_error if rank == failing_rank else collect_targets
         with unittest.mock.patch.object(destinations, "collect_targets", function):
             message = "no place" if rank == failing_rank else "another rank failed in state_dict()"
             assert_load_fails(full if rank == 0 else None, message)

@@ -44,7 +44,7 @@ LIMIT_S = 120
 """Seconds after which a case counts as hung."""
 
 NEMO = "nemo"
-"""The wrapper's signature that NeMo-Automodel uses for ``foreach_reduce``."""
+"""Style of a wrapper: the signature that NeMo-Automodel's wrapper of ``foreach_reduce`` has."""
 
 Target = tuple[Any, str]
 """A module or class of torch, and the name of its function, method or property."""

@@ -263,11 +263,11 @@ def _hooks_and_counts(name: str, model: Any) -> None:
     # At this point backward has not reached the two parameters of the first layer.
     assert early == [{"one": 0, "several": 2, "each": 12}[name]]
     reduced = [grad for grad in expected if grad.numel()]
-    assert sorted(map(_digest, hook_gradients)) == sorted(map(_digest, reduced))
+    assert sorted(map(_values_of, hook_gradients)) == sorted(map(_values_of, reduced))
     assert_same(expected, grads(model), name)
 
 
-def _digest(tensor: torch.Tensor) -> list[float]:
+def _values_of(tensor: torch.Tensor) -> list[float]:
     return tensor.flatten().tolist()
 
 

@@ -43,8 +43,8 @@ def shard_sizes(seed: int) -> Iterator[int]:
 def dtypes_for(numel: int, world: int) -> tuple[torch.dtype, ...]:
     """Returns the dtypes to test with ``numel`` elements.
 
-    Large shards on eight ranks take seconds, so they use only dtypes whose size is near a segment,
-    or one dtype.
+    Large shards on eight ranks take seconds. They use only dtypes in which the shard has about the
+    size of a segment, or one dtype if there is none.
     """
     if world < 8 or numel < SEGMENT // 8:
         return DTYPES
@@ -122,13 +122,14 @@ def _all_reduce(
     return row
 
 
-def differences(rank: int, world: int) -> list[Any]:
-    """Returns the settings whose bits differ, and then the number of comparisons."""
+def differences(rank: int, world: int) -> tuple[list[Any], int]:
+    """Returns the settings whose bits differ, and the number of comparisons."""
     default = dist.group.WORLD
     assert default is not None
     direct = _C.shm_group(default)
     assert direct is not None and direct is not default
-    assert _C.set_gradient_all_reduce(True) is False
+    before = _C.set_gradient_all_reduce(True)  # other all-reduces use gloo
+    assert before is False
     found: list[Any] = []
     comparisons = 0
     generator = torch.Generator().manual_seed(100 + rank)
@@ -137,7 +138,7 @@ def differences(rank: int, world: int) -> list[Any]:
         for dtype in dtypes_for(numel, world):
             own = _sample(values_by_dtype[dtype], 1, numel, generator)
             rows = _sample(values_by_dtype[dtype], world, numel, generator)
-            before = rows.clone()
+            rows_before = rows.clone()
             comparisons += 1
             if not _bits_equal(_gather(default, own), _gather(direct, own)):
                 found.append(("all-gather", numel, dtype))
@@ -153,9 +154,9 @@ def differences(rank: int, world: int) -> list[Any]:
                         sums = [x.masked_fill(x.isnan(), torch.nan) for x in sums]
                     if not _bits_equal(*sums):
                         found.append((name, numel, dtype, op))
-            if not _bits_equal(rows, before):
+            if not _bits_equal(rows, rows_before):
                 found.append(("input written", numel, dtype))
-    return [*found, comparisons]
+    return found, comparisons
 
 
 def wait_in_reverse_order(rank: int, world: int) -> bool:
@@ -243,7 +244,7 @@ def send_before_peers_gather(rank: int, world: int) -> bool:
 def train_with_unequal_group_counts(rank: int, world: int) -> bool:
     """Returns whether bits stay equal if rank r has sharded r models that it never runs."""
     idle = [_model() for _ in range(rank)]
-    first = _train(_model(), rank, 1 + world)  # more steps than fallback gathers
+    first = _train(_model(), rank, 1 + world)  # the last steps are over shared memory
     del idle
     return all(map(torch.equal, first, _train(_model(), rank, 1 + world)))
 
@@ -307,17 +308,22 @@ def train_with_observed_rank(rank: int, world: int) -> tuple[bool, dict[str, int
     return all(map(torch.equal, plain, observed)), counts
 
 
-def train_with_both_transports(rank: int, world: int) -> list[bool]:
-    """Returns whether ``set_transport`` selects the transport, and whether bits stay equal."""
+def train_with_both_transports(rank: int, world: int) -> tuple[list[str], bool]:
+    """Returns the transports before and after calls of ``set_transport``, and whether training with
+    both has the bits of training over shared memory."""
+
+    def transport() -> str:
+        return "gloo" if _C.shm_group(group) is None else "direct"
+
     model = _model()
     group = dist.group.WORLD
     assert group is not None
     direct = _train(model, rank, 3)
-    followed = [_C.shm_group(group) is not None]
+    transports = [transport()]
     model = _model()
     _train(model, rank, 1)
     fsdp_c.set_transport(model, "gloo")
-    followed.append(_C.shm_group(group) is None)
+    transports.append(transport())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in (1, 2):
         fsdp_c.set_transport(model, "direct" if step == 2 else "gloo")
@@ -326,7 +332,8 @@ def train_with_both_transports(rank: int, world: int) -> list[bool]:
         optimizer.step()
         optimizer.zero_grad()
     mixed = [parameter.to_local().detach().clone() for parameter in model.parameters()]
-    return [*followed, _C.shm_group(group) is not None, *map(torch.equal, direct, mixed)]
+    transports.append(transport())
+    return transports, all(map(torch.equal, direct, mixed))
 
 
 def _shard_over(model: nn.Module, **dims: int) -> nn.Module:

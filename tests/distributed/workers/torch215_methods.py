@@ -39,7 +39,7 @@ def addresses(model: nn.Module) -> list[int]:
     ]
 
 
-def two_steps(model: nn.Module, rank: int) -> list[Any]:
+def train_two_steps(model: nn.Module, rank: int) -> list[Any]:
     """Returns losses and gradients of two ordinary steps."""
     record: list[Any] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,7 +62,7 @@ def kept_storage(api: Api) -> Found:
     results = []
     addresses_by_step: list[list[int]] = []
     for step in range(3):
-        results += two_steps(model, api.rank)
+        results += train_two_steps(model, api.rank)
         addresses_by_step.append(addresses(model))
         # If the parameters' memory had been freed, these tensors would reuse it.
         fillers = [torch.empty(64 * (step + i)) for i in range(16)]
@@ -72,7 +72,7 @@ def kept_storage(api: Api) -> Found:
     other = shard(api, blocks_and_head())
     return {
         "found": results,
-        "expected": [record for _ in range(3) for record in two_steps(other, api.rank)],
+        "expected": [record for _ in range(3) for record in train_two_steps(other, api.rank)],
         "are addresses equal": addresses_by_step[0] == addresses_by_step[1] == addresses_by_step[2]
         and 0 not in addresses_by_step[0],
         "bytes while kept": kept,
@@ -85,17 +85,22 @@ def kept_storage(api: Api) -> Found:
 def kept_storage_of_one_unit(api: Api) -> Found:
     model = shard(api, blocks_and_head())
     model[0].set_keep_unsharded_storage(True, recurse=False)
-    two_steps(model, api.rank)
+    train_two_steps(model, api.rank)
     return {
-        "first": unsharded_bytes(model[0]) > 0,
-        "rest": unsharded_bytes(model) == unsharded_bytes(model[0]),
+        "first is kept": unsharded_bytes(model[0]) > 0,
+        "others are freed": unsharded_bytes(model) == unsharded_bytes(model[0]),
     }
 
 
 # ---- manual finalization ----
 
 
+def count_reductions(operators: RecordedOperators) -> int:
+    return operators.collectives().count("_reduce_scatter_base_")
+
+
 def reference(rank: int, steps: int) -> dict[str, Any]:
+    """Returns the averaged gradients of ``steps`` microbatches of an unsharded model."""
     model = blocks_and_head()
     for step in range(steps):
         loss_of(model(batch(rank, step))).backward()
@@ -107,21 +112,24 @@ def deferred_reductions(api: Api) -> Found:
     """Runs microbatches without gradient synchronization, then one finalization; both twice."""
     model = shard(api, blocks_and_head())
     model.set_manual_backward_finalization(True)
-    results, counts = [], []
+    results, reductions = [], []
     for async_op in (False, True):
         model.set_requires_gradient_sync(False)
-        with RecordedOperators() as before:
+        with RecordedOperators() as in_backwards:
             for step in range(2):
                 loss_of(model(batch(api.rank, step))).backward()
-        with RecordedOperators() as after:
+        with RecordedOperators() as in_finalization:
             model.set_requires_gradient_sync(True)
             handle = model.finalize_backward(async_op=async_op)
             if async_op:
                 assert isinstance(handle, GradientReductionHandle)
                 handle.wait()
                 handle.wait()
-        counts.append(
-            [part.collectives().count("_reduce_scatter_base_") for part in (before, after)]
+        reductions.append(
+            {
+                "backwards": count_reductions(in_backwards),
+                "finalization": count_reductions(in_finalization),
+            }
         )
         results.append(grads(model))
         model.zero_grad()
@@ -129,7 +137,7 @@ def deferred_reductions(api: Api) -> Found:
     return {
         "found": results,
         "expected": [expected, expected],
-        "counts": counts,
+        "reductions": reductions,
         "unsharded bytes": unsharded_bytes(model),
     }
 
@@ -140,12 +148,13 @@ def synchronized_backwards_are_not_reduced_again(api: Api) -> Found:
     model.set_manual_backward_finalization(True)
     with RecordedOperators() as mode:
         loss_of(model(batch(api.rank))).backward()
-        before = mode.collectives().count("_reduce_scatter_base_")
+        in_backward = count_reductions(mode)
         model.finalize_backward()
     return {
         "found": grads(model),
         "expected": reference(api.rank, 1),
-        "counts": [before, mode.collectives().count("_reduce_scatter_base_")],
+        "reductions of backward": in_backward,
+        "reductions of both": count_reductions(mode),
         "in flight": model._get_fsdp_state()._comm_ctx.reductions_in_flight,
     }
 
@@ -304,7 +313,7 @@ def dtype_overrides_of_single_parameters(api: Api) -> Found:
         "found": results,
         "expected": expected,
         "dtypes": model.dtypes,
-        "calls": dict(calls),
+        "calls by ndim": dict(calls),
     }
 
 

@@ -93,9 +93,9 @@ def step_by(model: nn.Module, gradients: Gradients, lr: float = 0.1) -> None:
 class SelectableBlocks(nn.Module):
     """Adds the outputs of the chosen blocks and applies a head."""
 
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(ResidualBlock() for _ in range(blocks))
+        self.blocks = nn.ModuleList(ResidualBlock() for _ in range(2))
         self.head = nn.Linear(DIM, 3)
 
     def forward(self, x: torch.Tensor, *chosen: int) -> torch.Tensor:
@@ -103,9 +103,9 @@ class SelectableBlocks(nn.Module):
         return self.head(sum(rest, first))
 
 
-def selectable_blocks(blocks: int = 2) -> SelectableBlocks:
+def selectable_blocks() -> SelectableBlocks:
     torch.manual_seed(7)
-    return SelectableBlocks(blocks)
+    return SelectableBlocks()
 
 
 def shard_selectable_blocks(api: Api, model: SelectableBlocks, **kwargs: Any) -> SelectableBlocks:
@@ -142,7 +142,7 @@ def unused_groups_are_reduced(api: Api) -> dict[str, Any]:
         counts.append(mode.get_comm_counts()[torch.ops.c10d._reduce_scatter_base_])
         has_grad = {name: p.grad is not None for name, p in model.named_parameters()}
         model.zero_grad()
-    return {"counts": counts, "all there": all(has_grad.values())}
+    return {"counts": counts, "all have gradients": all(has_grad.values())}
 
 
 # ---- one rank (B3) ----
@@ -377,14 +377,14 @@ def waits_for_offloaded_gradients(api: Api) -> dict[str, Any]:
     with mock.patch.object(torch.cpu.Stream, "record_event", record_event):
         loss.backward()
     events = [param.grad_offload_event for param in group.fsdp_params]
-    return {"params": len(events), "waited": len(waited), "left": events.count(None)}
+    return {"params": len(events), "waited": len(waited), "cleared": events.count(None)}
 
 
 # ---- dtypes ----
 
 
 def train_parts(api: Api, trainable: list[Callable[[nn.Module], bool]]) -> Any:
-    """Freezes different parameters in each step; returns the gradients of every step."""
+    """Trains the parts that ``trainable[step]`` selects. The first step has no backward."""
     master, model = blocks_and_head(), shard(api, blocks_and_head(), mp_policy=MIXED)
     results: dict[str, Any] = {"found": [], "expected": []}
     for step, is_trainable in enumerate(trainable):
@@ -417,10 +417,10 @@ def frozen_in_first_forward(api: Api) -> Any:
     def every(part: nn.Module) -> bool:
         return True
 
-    def norms(part: nn.Module) -> bool:
+    def blocks(part: nn.Module) -> bool:
         return isinstance(part, ResidualBlock)
 
-    return train_parts(api, [none, every, norms, every])
+    return train_parts(api, [none, every, blocks, every])
 
 
 @scenario()
@@ -478,7 +478,7 @@ class Dtypes(nn.Module):
 
 
 @scenario()
-def several_original_dtypes(api: Api, custom: bool = False) -> dict[str, Any]:
+def several_original_dtypes(api: Api, custom_scatter: bool = False) -> dict[str, Any]:
     """Trains fp32 and bf16 parameters in one group, with one reduce dtype."""
     results: dict[str, Any] = {"found": [], "expected": []}
     policies = (MixedPrecisionPolicy(reduce_dtype=torch.float32), MIXED)
@@ -488,9 +488,9 @@ def several_original_dtypes(api: Api, custom: bool = False) -> dict[str, Any]:
         if policy.param_dtype is not None:
             reference.to(policy.param_dtype)
         torch.manual_seed(5)
-        offload = CPUOffloadPolicy(pin_memory=False) if custom else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=False) if custom_scatter else OffloadPolicy()
         model = api.fully_shard(Dtypes(), mp_policy=policy, offload_policy=offload)
-        if custom:
+        if custom_scatter:
             model.set_custom_reduce_scatter(PlainScatter())
         target_dtypes = {name: p.dtype for name, p in model.named_parameters()}
         for step in range(2):
@@ -508,7 +508,7 @@ def several_original_dtypes(api: Api, custom: bool = False) -> dict[str, Any]:
 @scenario()
 def several_original_dtypes_with_a_custom_reduce_scatter(api: Api) -> dict[str, Any]:
     """Runs ``several_original_dtypes`` with a custom reduce-scatter and CPU offload."""
-    return several_original_dtypes(api, custom=True)
+    return several_original_dtypes(api, custom_scatter=True)
 
 
 @scenario()

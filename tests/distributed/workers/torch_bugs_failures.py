@@ -43,7 +43,9 @@ def skip_batch(model: nn.Sequential, trap: Trap, x: torch.Tensor) -> None:
     trap.is_set = False
 
 
-def after_a_failure(api: Api, model: nn.Sequential, reference: nn.Sequential) -> dict[str, Any]:
+def compare_after_skipped_batch(
+    api: Api, model: nn.Sequential, reference: nn.Sequential
+) -> dict[str, Any]:
     """Returns the gradients of one step, and of two steps after a skipped batch."""
     results: dict[str, Any] = {"found": [], "expected": []}
     trap = Trap(model)
@@ -61,19 +63,19 @@ def after_a_failure(api: Api, model: nn.Sequential, reference: nn.Sequential) ->
 
 @scenario()
 def batch_skipped(api: Api) -> dict[str, Any]:
-    return after_a_failure(api, shard(api, blocks_and_head()), blocks_and_head())
+    return compare_after_skipped_batch(api, shard(api, blocks_and_head()), blocks_and_head())
 
 
 @scenario()
 def batch_skipped_in_mixed_precision(api: Api) -> dict[str, Any]:
-    return after_a_failure(
+    return compare_after_skipped_batch(
         api, shard(api, blocks_and_head(), mp_policy=MIXED), in_bf16(blocks_and_head())
     )
 
 
 @scenario()
 def batch_skipped_without_reshard(api: Api) -> dict[str, Any]:
-    return after_a_failure(
+    return compare_after_skipped_batch(
         api, shard(api, blocks_and_head(), reshard_after_forward=False), blocks_and_head()
     )
 
@@ -81,7 +83,7 @@ def batch_skipped_without_reshard(api: Api) -> dict[str, Any]:
 @scenario()
 def batch_skipped_with_recomputation(api: Api) -> dict[str, Any]:
     model = shard(api, recomputing(blocks_and_head()))
-    return after_a_failure(api, model, recomputing(blocks_and_head()))
+    return compare_after_skipped_batch(api, model, recomputing(blocks_and_head()))
 
 
 @scenario()
@@ -93,7 +95,7 @@ def batch_skipped_before_an_evaluation(api: Api) -> dict[str, Any]:
     skip_batch(model, Trap(model), batch(api.rank, 10))
     with torch.no_grad():
         outputs = model(batch(api.rank, 1)), reference(batch(api.rank, 1))
-    later_steps = after_a_failure(api, model, reference)
+    later_steps = compare_after_skipped_batch(api, model, reference)
     later_steps["found"].append(outputs[0])
     later_steps["expected"].append(outputs[1])
     return later_steps

@@ -26,7 +26,7 @@ class Late(nn.Linear):
         return super().forward(x)
 
 
-def late_rank(rank: int, world_size: int, impl: str, folder: str) -> tuple[Any, str]:
+def trace_late_rank(rank: int, world_size: int, impl: str, folder: str) -> tuple[Any, str]:
     """Returns all ranks' spans and the summary of the second step, in which rank 1 is late.
 
     Rank 0 writes the diagram and the Chrome trace.

@@ -290,11 +290,11 @@ def find_misses(trial: Trial, options: Options) -> list[str]:
 def find_misses_of(survivor: Survivor, trial: Trial, options: Options) -> list[str]:
     fault, failing_rank, place = FAULTS[trial.fault], trial.failing_rank, trial.place
     slack, waited_from = options.slack, survivor.waited_from
-    late = max(0.0, waited_from)
+    delay = max(0.0, waited_from)  # the wait began so long after the fault
     misses = []
     if not fault.ends:
         at = survivor.reports[0][0] if survivor.reports else HANG_SECONDS
-        if at - late > options.stall_seconds + REPORT_MARGIN + slack:
+        if at - delay > options.stall_seconds + REPORT_MARGIN + slack:
             misses.append(f"reported {at:.2f} s after the fault")
     misses += {
         miss for _, text in survivor.reports for miss in find_wrong_lines(text, failing_rank, place)
@@ -304,8 +304,8 @@ def find_misses_of(survivor: Survivor, trial: Trial, options: Options) -> list[s
     if survivor.raised is None:
         return [*misses, "did not raise"]
     detects_death = fault.ends and trial.transport == "shared memory"
-    last = slack + (DEATH_MARGIN if detects_death else options.group_limit + MARGIN)
-    if survivor.raised - late > last:
+    limit = slack + (DEATH_MARGIN if detects_death else options.group_limit + MARGIN)
+    if survivor.raised - delay > limit:
         misses.append(f"raised {survivor.raised:.2f} s after the fault")
     if not fault.ends and survivor.raised - min(0.0, waited_from) < options.group_limit - MARGIN:
         misses.append(f"raised early, {survivor.raised:.2f} s after the fault")
@@ -384,8 +384,8 @@ COLUMNS = (
 HEADER = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
 
 
-def run_trials(options: Options, count: int, verbose: bool = True) -> tuple[str, list[str]]:
-    """Returns the row of the table, and the misses of all trials."""
+def run_trials(options: Options, count: int) -> tuple[str, list[str]]:
+    """Prints the misses. Returns the row of the table, and the misses of all trials."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     trials, misses, missed = [], [], 0
     for number in range(count):
@@ -395,9 +395,8 @@ def run_trials(options: Options, count: int, verbose: bool = True) -> tuple[str,
         missed += bool(found)
         for miss in found:
             misses.append(f"{options.transport}, {options.fault}, trial {number}: {miss}")
-            if verbose:
-                print(misses[-1], file=sys.stderr)
-        if found and verbose:
+            print(misses[-1], file=sys.stderr)
+        if found:
             print(trial.output, file=sys.stderr, flush=True)
     return format_row(options, trials, missed), misses
 

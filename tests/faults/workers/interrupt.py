@@ -94,13 +94,13 @@ class GatherInBackward(InBackward):
         self.wait_in()
 
     def forward(self) -> torch.Tensor:
-        keep = self.model[0].linear.register_forward_hook(
+        handle = self.model[0].linear.register_forward_hook(
             lambda module, args, output: setattr(self, "inside", output)
         )
         try:
             return super().forward()
         finally:
-            keep.remove()
+            handle.remove()
 
 
 class Reduction(InBackward):
@@ -128,7 +128,7 @@ RESET_IN_HANDLER_CASES = ["gather in forward", "gather in backward", "reduction"
 
 
 def fill_memory(model: nn.Module) -> list[torch.Tensor]:
-    """Returns tensors of every size that a buffer of the model may have, of one value."""
+    """Allocates tensors of every size that a buffer of the model may have, filled with -77."""
     sizes = {2 * p.numel() for p in model.parameters()}
     total = sum(p.numel() for p in model.parameters())
     sizes |= {n for size in (total, total + 8) for n in range(size // 2, size + 8)}
@@ -152,7 +152,7 @@ def recover(api: Api, case: Case, found: dict[str, Any], exchange: Exchange) -> 
     found["pending"] = context.deferred_collectives
     filled = fill_memory(model)
     exchange.set("reset")
-    dist.barrier()  # the late rank has been through the collective
+    dist.barrier()  # the late rank has joined the collective
     found["overwritten"] = sum(not bool((tensor == -77.0).all()) for tensor in filled)
 
 
@@ -206,12 +206,11 @@ def signal_and_join(
     return found
 
 
-def interrupted(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[str, Any]:
+def interrupt_case(api: Api, make: Callable[..., Case], peers: list[int]) -> dict[str, Any]:
     """Runs a case. Rank 1 checks that rank 0 handled the signal and reset before rank 1 joined."""
     expected = train(make(api).model, api.rank, 2)
     case = make(api)
     if isinstance(case, Handle):
-        train(case.model, api.rank, 0)
         case.model._get_fsdp_state()._lazy_init()
     found: dict[str, Any] = {"interrupted": False}
     exchange = Exchange()
@@ -272,7 +271,7 @@ def interrupt_all(rank: int, world: int, name: str) -> dict[str, dict[str, Any]]
     api = Api(name, rank, world, Path())
     peers: list[Any] = [None] * world
     dist.all_gather_object(peers, os.getpid())
-    found = {title: interrupted(api, make, peers) for title, make in CASES.items()}
+    found = {title: interrupt_case(api, make, peers) for title, make in CASES.items()}
     for title in RESET_IN_HANDLER_CASES if api.is_fsdp_c else []:
         found[f"handler: {title}"] = reset_by_handler(api, CASES[title], peers)
     return found

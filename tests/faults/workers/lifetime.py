@@ -64,6 +64,7 @@ def allocated() -> int:
 
 
 def census() -> dict[str, int]:
+    """Returns the numbers of objects and bytes that a leak would increase."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
     return {
@@ -199,12 +200,13 @@ def wait_for_threads(limit: int) -> int:
 def delete_after_each_usage(rank: int, world: int) -> dict[str, Any]:
     """Deletes a model after each usage, without a garbage collection.
 
-    Returns the parts that were not freed, and the number of new threads.
+    Returns, per usage, the parts that were not freed, and the number of all parts. Also returns the
+    number of new threads.
     """
     api = Api("fsdp_c", rank, world, Path())
     train(shard(api, blocks_and_head()), rank, 1)  # creates torch's per-process objects
     gc.collect()
-    threads = wait_for_threads(0)
+    threads = wait_for_threads(0)  # after 2 s, when threads that end have ended
     result: dict[str, Any] = {}
     for usage, use in USAGES.items():
         model = shard(api, blocks_and_head())

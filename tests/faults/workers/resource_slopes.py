@@ -32,7 +32,8 @@ from launch import run_ranks
 from lifetime import FAILURES, UserError, allocated
 from torch.distributed.device_mesh import DeviceMesh
 
-POINTS = 10
+INTERVALS = 10
+"""Number of intervals between the counts of resources."""
 LIMITS = {
     "objects": 0.02,
     "tensors": 0.005,
@@ -150,17 +151,17 @@ class Groups(Job):
 
 
 @dataclass(frozen=True)
-class Size:
+class JobSetting:
     job: type[Job]
-    count: int
+    repetitions: int
 
 
 JOBS = {
-    "steps": Size(Steps, 2000),
-    "models": Size(Models, 500),
-    "exceptions": Size(Exceptions, 500),
-    "install and uninstall": Size(Installs, 500),
-    "process groups": Size(Groups, 200),
+    "steps": JobSetting(Steps, 2000),
+    "models": JobSetting(Models, 500),
+    "exceptions": JobSetting(Exceptions, 500),
+    "install and uninstall": JobSetting(Installs, 500),
+    "process groups": JobSetting(Groups, 200),
 }
 
 
@@ -168,29 +169,30 @@ JOBS = {
 
 
 def measure_jobs(
-    rank: int, world: int, name: str, counts: dict[str, int]
+    rank: int, world: int, implementation: str, counts: dict[str, int]
 ) -> dict[str, dict[str, float]]:
     """Returns the slopes of each job. Runs in a rank."""
     return {
-        job: measure(Api(name, rank, world, Path()), job, count) for job, count in counts.items()
+        job: measure(Api(implementation, rank, world, Path()), job, count)
+        for job, count in counts.items()
     }
 
 
 def measure(api: Api, job: str, count: int) -> dict[str, float]:
     """Returns the slope of each resource, per repetition."""
     run = JOBS[job].job(api)
-    warm_up, step = count // 2, count // POINTS
-    values = array("d", bytes(8 * len(LIMITS) * (POINTS + 1)))  # later writes make no objects
+    warm_up, step = count // 2, count // INTERVALS
+    values = array("d", bytes(8 * len(LIMITS) * (INTERVALS + 1)))  # later writes make no objects
     for _ in range(warm_up):
         run.repeat()
-    for point in range(POINTS + 1):
+    for point in range(INTERVALS + 1):
         for _ in range(step if point > 0 else 0):
             run.repeat()
         dist.barrier()
         for index, value in enumerate(count_resources().values()):
             values[point * len(LIMITS) + index] = value
     return {
-        key: fit_slope([(i * step, values[i * len(LIMITS) + index]) for i in range(POINTS + 1)])
+        key: fit_slope([(i * step, values[i * len(LIMITS) + index]) for i in range(INTERVALS + 1)])
         for index, key in enumerate(LIMITS)
     }
 
@@ -202,13 +204,14 @@ def fit_slope(points: list[tuple[int, float]]) -> float:
     return covariance / sum((x - mean_x) ** 2 for x, _ in points)
 
 
-def find_slopes(name: str, counts: dict[str, int]) -> dict[str, dict[str, float]]:
+def find_slopes(implementation: str, counts: dict[str, int]) -> dict[str, dict[str, float]]:
     """Runs jobs on two ranks and returns the slopes of rank 0. ``counts``: job -> repetitions."""
     # torch's flight recorder keeps the last 2000 collectives, which would count as a leak.
     env = {"TORCH_FR_BUFFER_SIZE": "0"}
-    target = importlib.import_module("resource_slopes").measure_jobs  # also if this is a script
+    # If this file runs as a script, its own functions cannot be imported by the ranks.
+    target = importlib.import_module("resource_slopes").measure_jobs
     slopes: dict[str, dict[str, float]] = run_ranks(
-        target, 2, (name, counts), timeout=1200, env=env
+        target, 2, (implementation, counts), timeout=1200, env=env
     )[0]
     return slopes
 
@@ -232,11 +235,11 @@ def main() -> None:
     leaks = []
     for job in options.job or JOBS:
         slopes = {}
-        count = max(POINTS, int(JOBS[job].count * options.scale))
-        for name in ("fsdp_c", "torch"):
-            slopes[name] = find_slopes(name, {job: count})[job]
-            values = " | ".join(f"{slopes[name][key] + 0.0:.3g}" for key in LIMITS)
-            print(f"| {job} | {count} | {name} | {values} |", flush=True)
+        count = max(INTERVALS, int(JOBS[job].repetitions * options.scale))
+        for implementation in ("fsdp_c", "torch"):
+            slopes[implementation] = found = find_slopes(implementation, {job: count})[job]
+            values = " | ".join(f"{found[key] + 0.0:.3g}" for key in LIMITS)
+            print(f"| {job} | {count} | {implementation} | {values} |", flush=True)
         leaks += [f"{job}: {leak}" for leak in find_leaks(slopes["fsdp_c"], slopes["torch"])]
     for leak in leaks:
         print(f"leak: {leak}", file=sys.stderr)

@@ -45,15 +45,15 @@ class Block(nn.Module):
 
 
 class UserFault:
-    """Raises UserError at the n-th call of ``count_call``. ``left`` holds n; 0 disables it."""
+    """Raises UserError at the last of ``calls_left`` calls of ``count_call``. 0: never raises."""
 
     def __init__(self) -> None:
-        self.left = 0
+        self.calls_left = 0
 
     def count_call(self, *unused: Any) -> None:
-        if self.left > 0:
-            self.left -= 1
-            if self.left == 0:
+        if self.calls_left > 0:
+            self.calls_left -= 1
+            if self.calls_left == 0:
                 raise UserError("user code failed")
 
 
@@ -111,7 +111,7 @@ class Trainer:
 
     def recover(self) -> None:
         _C._testing.fault_arm(0)
-        self.user_fault.left = 0
+        self.user_fault.calls_left = 0
         self.model.reset_iter_state()
         self.model.set_requires_gradient_sync(True)
         self.model.set_is_last_backward(True)
@@ -136,7 +136,7 @@ class Trainer:
                 try:
                     losses = self.train_step(step)
                     _C._testing.fault_arm(0)
-                    self.user_fault.left = 0
+                    self.user_fault.calls_left = 0
                 except Exception as error:
                     failure = f"{type(error).__name__}: {error}"
                     self.recover()
@@ -159,7 +159,7 @@ def same(a: list[Any], b: list[Any]) -> bool:
     )
 
 
-def points(
+def failing_calls(
     trainer: Trainer, kind: str, first: int, stride: int
 ) -> Iterator[tuple[int, Callable[[], None]]]:
     """Yields n and a function that makes the n-th call fail, for every ``stride``-th n."""
@@ -167,16 +167,16 @@ def points(
         if kind == "boundary":
             yield n, lambda n=n: _C._testing.fault_arm(n)
         else:
-            yield n, lambda n=n: setattr(trainer.user_fault, "left", n)
+            yield n, lambda n=n: setattr(trainer.user_fault, "calls_left", n)
 
 
 def sweep(
     rank: int, world: int, kind: str, mixed: bool, accumulate: bool, reshard: Reshard
 ) -> dict[str, Any]:
-    """Fails at every point in turn.
+    """Makes every call fail in turn.
 
-    Returns the number of points, the failures after which results differ, and the types of all
-    failures. Also returns whether the results of a last run without failure are the same.
+    Returns the number of the last failing call, the failures after which results differ, and the
+    types of all failures. Also returns whether a last run without failure has the same results.
 
     With accumulation, two microbatches repeat most boundary calls. The sweep then takes only the
     odd or only the even boundary calls, unless SWEEP_WHOLE is set.
@@ -189,11 +189,11 @@ def sweep(
     failure_types: set[str] = set()
     every_other = kind == "boundary" and accumulate and "SWEEP_WHOLE" not in os.environ
     first, stride = (1 + mixed, 2) if every_other else (1, 1)
-    for n, arm in points(trainer, kind, first, stride):
+    for n, arm in failing_calls(trainer, kind, first, stride):
         actual, failure = trainer.run(arm)
         if failure is None:
             return {
-                "points": n - stride,
+                "last failing call": n - stride,
                 "mismatches": mismatches,
                 "failures": failure_types,
                 "same": same(actual, expected),

@@ -56,7 +56,7 @@ class UserError(Exception):
 
 
 class EventFile(logging.Handler):
-    """Writes events, and messages about waits and failures as events."""
+    """Writes events. A logged report about the places of all ranks is an event, too."""
 
     def __init__(self, path: str) -> None:
         super().__init__()

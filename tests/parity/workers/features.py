@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
+from building import load_implementation
 from extensions import Negated
 from releases import (
     ALL_GATHER_FUNCTION,
@@ -46,19 +47,21 @@ Sync = Callable[[Any, bool], None]
 
 
 class Tools:
-    """One implementation's functions, and this process's rank."""
+    """One implementation's functions, and this process's rank.
+
+    ``implementation``: as for ``load_implementation``.
+    """
 
     def __init__(self, rank: int, world_size: int, implementation: str) -> None:
         self.rank = rank
         self.world_size = world_size
-        if implementation == "fsdp_c":
-            package = importlib.import_module("fsdp_c")
-            self.fully_shard, self.replicate = package.fully_shard, package.replicate
-        else:
-            replicate_module = importlib.import_module(
-                "torch.distributed._composable.replicate_with_fsdp"
-            )
-            self.fully_shard, self.replicate = fsdp.fully_shard, replicate_module.replicate
+        self.fully_shard = load_implementation(implementation)
+        replicate_module = (
+            "torch.distributed._composable.replicate_with_fsdp"
+            if implementation == "torch"
+            else "fsdp_c"
+        )
+        self.replicate = importlib.import_module(replicate_module).replicate
 
     def mesh(self, *names: str) -> DeviceMesh:
         """Returns a mesh of shape (2, world_size / 2)."""

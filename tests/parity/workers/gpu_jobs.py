@@ -50,6 +50,7 @@ class GpuTools(Tools):
         return optimizer
 
     def flat(self) -> DeviceMesh:
+        """Returns a mesh of one dimension."""
         return init_device_mesh(DEVICE, (self.world_size,))
 
     def mesh(self, *names: str) -> DeviceMesh:

@@ -25,8 +25,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     "dims_hsdp": ("replicate", "shard", "tensor"),
     "dims_two": ("shard", "context"),
 }
-"""Dimension names of each kind. In the dims kinds all parameters are DTensors on the whole mesh,
-and dp_mesh_dims names the data-parallel dimensions."""
+"""Dimension names of each kind. ``hsdp_rows`` has more replicas than shards, and ``hsdp_columns``
+one replica. In the dims kinds all parameters are DTensors on the whole mesh, and dp_mesh_dims names
+the data-parallel dimensions."""
 
 SHAPES: dict[tuple[str, int], tuple[int, ...]] = {
     ("hsdp", 2): (2, 1),
@@ -50,6 +51,7 @@ SHAPES: dict[tuple[str, int], tuple[int, ...]] = {
     ("dims_two", 4): (2, 2),
     ("dims_two", 8): (4, 2),
 }
+"""Kind and number of ranks -> shape. A flat mesh has one dimension."""
 
 
 def is_hsdp(kind: str) -> bool:

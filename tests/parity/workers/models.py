@@ -65,12 +65,9 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def _rows(generator: torch.Generator, dtype: torch.dtype, dim: int, batch: int = 3) -> Inputs:
-    return (torch.randn(batch, dim, generator=generator).to(dtype),), {}
-
-
 def rows_of(dim: int) -> Callable[[torch.Generator, torch.dtype], Inputs]:
-    return lambda generator, dtype: _rows(generator, dtype, dim)
+    """Returns a function that draws three rows of ``dim`` columns."""
+    return lambda generator, dtype: ((torch.randn(3, dim, generator=generator).to(dtype),), {})
 
 
 def mlp() -> Case:

@@ -406,7 +406,10 @@ def drop_objects(world: World, kind: str) -> None:
 
 @operation(0.3, model=LAST, number=FEW)
 def evaluate_within_forward(world: World, model: int, number: int) -> Any:
-    """Runs an evaluation from a hook within a training forward."""
+    """Runs an evaluation from a hook within a training forward.
+
+    ``number`` has no effect. It keeps the random draws of the programs' seeds.
+    """
     net = world.model(model)
     handle = net.register_forward_pre_hook(lambda *unused: evaluate())
 

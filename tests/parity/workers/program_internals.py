@@ -36,8 +36,15 @@ STATE_METHODS: dict[str, Callable[[Any], Any]] = {
     "_root_post_backward_final_callback": lambda state: state._root_post_backward_final_callback(),
     "_lazy_init": lambda state: state._lazy_init(),
 }
-STATES = ("is_sharded", "is_unsharded", "is_sharded_post_forward")
-READ = ("sharded_param", "sharded_size", "orig_dtype", "param_dtype", "reduce_dtype", "_param_fqn")
+GROUP_PROPERTIES = ("is_sharded", "is_unsharded", "is_sharded_post_forward")
+PARAM_ATTRIBUTES = (
+    "sharded_param",
+    "sharded_size",
+    "orig_dtype",
+    "param_dtype",
+    "reduce_dtype",
+    "_param_fqn",
+)
 PATCHED = (
     (_fsdp_param_group, "foreach_reduce"),
     (_fsdp_param_group, "foreach_all_gather"),
@@ -53,7 +60,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 FLAGS = ("set_is_last_backward", "set_reshard_after_backward", "set_requires_gradient_sync")
 
 
-def groups_of(unit: Any) -> list[Any]:
+def groups_of_unit(unit: Any) -> list[Any]:
     groups = list(unit._get_fsdp_state()._fsdp_param_groups)
     if not groups:
         raise NoOperand
@@ -62,7 +69,7 @@ def groups_of(unit: Any) -> list[Any]:
 
 def states_of(group: Any) -> list[Any]:
     """Returns the states of a group that libraries read."""
-    results: list[Any] = [getattr(group, name) for name in STATES]
+    results: list[Any] = [getattr(group, name) for name in GROUP_PROPERTIES]
     return [*results, group._training_state.name, group._sharded_state.name]
 
 
@@ -107,7 +114,7 @@ def pipeline_stage(
 def call_group(world: World, model: int, unit: int, name: str, all_units: bool) -> Any:
     """Calls a method of the groups of one unit, or of all units in order."""
     units = world.units(model) if all_units else [world.unit(model, unit)]
-    groups = [group for one in units for group in groups_of(one)]
+    groups = [group for one in units for group in groups_of_unit(one)]
     if not groups:
         raise NoOperand
     results = [GROUP_METHODS[name](group) for group in groups]
@@ -124,11 +131,9 @@ def call_state(world: World, model: int, unit: int, name: str) -> Any:
 def call_params(world: World, model: int, unit: int, unsharded: bool) -> Any:
     """Calls ``to_sharded()`` of each ``FSDPParam``, and ``_to_sharded()`` of the group.
 
-    In torch the group has a state of its own.
-
-    ``unsharded``: unshards before the calls.
+    Both are needed, because torch's group has a state of its own. ``unsharded``: unshards before.
     """
-    group = groups_of(world.unit(model, unit))[0]
+    group = groups_of_unit(world.unit(model, unit))[0]
     if unsharded:
         group.unshard()
         group.wait_for_unshard()
@@ -140,7 +145,7 @@ def call_params(world: World, model: int, unit: int, unsharded: bool) -> Any:
     for param in group.fsdp_params:
         param.to_sharded()
     group._to_sharded()
-    read = [[getattr(param, name) for name in READ] for param in group.fsdp_params]
+    read = [[getattr(param, name) for name in PARAM_ATTRIBUTES] for param in group.fsdp_params]
     return [states_of(group), read, [param.sharded_state.name for param in group.fsdp_params]]
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 class Mistake:
     """A function that applies the mistake in a rank, and an operation that can detect it."""
 
-    make: Callable[[], None]
+    apply: Callable[[], None]
     operation: str
     arguments: dict[str, Any]
 
@@ -30,11 +30,11 @@ class Mistake:
 def replace_method(name: str, wrong: Callable[..., Any]) -> Callable[[], None]:
     """Returns a function that replaces a method by ``wrong(method, *arguments)``."""
 
-    def make() -> None:
+    def apply() -> None:
         right = getattr(FSDPModule, name)
         setattr(FSDPModule, name, lambda *args, **kwargs: wrong(right, *args, **kwargs))
 
-    return make
+    return apply
 
 
 def lengthen_sgd_steps() -> None:

@@ -106,7 +106,7 @@ def run(
             if pid == 0:
                 os.close(reading)
                 if mistake:
-                    sys.modules["program_mistakes"].MISTAKES[mistake].make()
+                    sys.modules["program_mistakes"].MISTAKES[mistake].apply()
                 run_forked_rank(implementation, program, rank, world, Path(folder), writing)
             os.close(writing)
             children.append((pid, reading))

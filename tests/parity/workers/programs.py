@@ -37,8 +37,8 @@ HANG_RERUNS = 20
 """Reruns of a hung program under each implementation."""
 HANGS_COUNTED = 3
 """Hangs of fsdp_c after which the reruns stop."""
-HANGS, UNSTEADY = "torch hangs or crashes", "torch is not deterministic"
-OTHER_RULES = (HANGS, UNSTEADY)
+HANGS, NONDETERMINISTIC = "torch hangs or crashes", "torch is not deterministic"
+OTHER_RULES = (HANGS, NONDETERMINISTIC)
 """Reasons to skip a program, besides the rules of ``program_known.py``."""
 
 
@@ -137,7 +137,7 @@ class Difference:
     rule: str | None = None
 
     @property
-    def counted(self) -> bool:
+    def is_failure(self) -> bool:
         return self.rule is None
 
     @property
@@ -181,6 +181,7 @@ class Pair:
         return outcomes or [server.read_outcomes() for server in self.servers]
 
     def compare(self, program: list[Step], world: int) -> Difference | None:
+        """Returns the earliest difference on any rank."""
         by_torch, by_fsdp_c = self.run(program, world)
         earliest = None
         for left, right in zip(by_torch, by_fsdp_c):
@@ -219,16 +220,17 @@ class Pair:
 def find_difference(
     world: int, program: list[Step], by_torch: RankOutcome, by_fsdp_c: RankOutcome
 ) -> Difference | None:
+    """Returns the first difference without a rule, or the last one that a rule allows."""
     (left, left_end), (right, right_end) = by_torch, by_fsdp_c
-    passed = None
+    allowed = None
     for at, (a, b) in enumerate(zip(left, right)):
         if a != b:
             difference = describe_difference(world, program, left[:at], a, b)
-            if difference.counted or not can_continue(program[at][0], a, b):
+            if difference.is_failure or not can_continue(program[at][0], a, b):
                 return difference
-            passed = difference
+            allowed = difference
     if len(left) == len(right) and left_end == right_end == "":
-        return passed
+        return allowed
     at = min(len(left), len(right))
     if left_end and len(left) <= len(right):
         return Difference(at, "torch ended", f"torch {left_end}", HANGS)
@@ -275,7 +277,7 @@ def shorten_program(
         return (
             candidate_result
             if candidate_result is not None
-            and candidate_result.counted
+            and candidate_result.is_failure
             and same_operation(candidate_result, difference)
             else None
         )
@@ -292,9 +294,11 @@ def shorten_program(
             break
         size //= 2
     for at, (name, arguments) in enumerate(program):
-        for key, usual in simplifications(name, arguments):
+        for key, simpler in simplifications(name, arguments):
+            if at >= len(program):  # a simpler program differs before this operation
+                return program, difference
             candidate = [*program]
-            candidate[at] = (name, {**program[at][1], key: usual})
+            candidate[at] = (name, {**program[at][1], key: simpler})
             candidate_result = compare_candidate(candidate) if time.monotonic() < end else None
             if candidate_result is not None:
                 program, difference = candidate[: candidate_result.at + 1], candidate_result
@@ -307,6 +311,7 @@ def same_operation(difference: Difference, other: Difference) -> bool:
 
 
 def simplifications(name: str, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the arguments that can be simplified, each with a simpler value."""
     simpler: list[tuple[str, Any]] = []
     for key, choices in OPERATIONS[name].choices.items():
         usual = pack(usual_of(choices))
@@ -335,22 +340,28 @@ class Report:
 
 def run_many(
     seeds: Iterable[int],
-    worlds: Callable[[int], int],
+    world_size: Callable[[int], int],
     mistake: str = "",
     shorten: float = 40.0,
     log: Callable[[str], None] = lambda line: None,
     until: float = float("inf"),
-    enough: int = 10**9,
+    max_failures: int = 10**9,
     log_rules: bool = False,
 ) -> Report:
-    """Runs the programs of the seeds. Shortens one difference of each kind."""
+    """Runs the programs of the seeds. Shortens one difference of each kind.
+
+    Args:
+        world_size: Returns the number of ranks for a seed.
+        shorten: Seconds for shortening a program; 0: no program is shortened.
+        until: Time of ``time.monotonic()`` after which no program starts.
+    """
     pair = Pair(mistake=mistake)
     report = Report(0, 0, {}, Counter())
     kinds: Counter[str] = Counter()
     for seed in seeds:
-        if time.monotonic() > until or len(report.failures) >= enough:
+        if time.monotonic() > until or len(report.failures) >= max_failures:
             break
-        program, world = generate(seed), worlds(seed)
+        program, world = generate(seed), world_size(seed)
         difference = pair.compare(program, world)
         report.programs += 1
         report.operations += len(program) if difference is None else difference.at
@@ -366,13 +377,13 @@ def run_many(
                     f"{difference.text}"
                 )
             continue
+        if not difference.is_hang and not pair.is_deterministic(program, world, difference):
+            report.rules[NONDETERMINISTIC] += 1
+            continue
         kinds[difference.kind] += 1
         if kinds[difference.kind] > 1:
             log(f"seed {seed}, world {world}: again {difference.kind}")
             report.failures[seed] = (program, difference)
-            continue
-        if not difference.is_hang and not pair.is_deterministic(program, world, difference):
-            report.rules[UNSTEADY] += 1
             continue
         if shorten:
             program, difference = shorten_program(pair, program, world, difference, shorten)
@@ -399,17 +410,17 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="with --show: all lines")
     arguments = parser.parse_args()
 
-    def worlds(seed: int) -> int:
+    def world_size(seed: int) -> int:
         return arguments.world or world_size_of(seed)
 
     if arguments.program or arguments.show is not None:
-        show(arguments.program, arguments.show, worlds(arguments.show or 0), arguments.verbose)
+        show(arguments.program, arguments.show, world_size(arguments.show or 0), arguments.verbose)
         return
     began = time.monotonic()
     seeds = range(arguments.seed, arguments.seed + arguments.count)
     report = run_many(
         seeds,
-        worlds,
+        world_size,
         shorten=arguments.shorten,
         log=lambda line: print(line, flush=True),
         until=began + arguments.seconds,

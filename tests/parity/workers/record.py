@@ -57,7 +57,7 @@ class Bits:
                     f"{kind} {tuple(tensor.shape)} {tensor.placements} on "
                     f"{tuple(mesh.shape)} {mesh.mesh_dim_names or ''}"
                 )
-                tensor = tensor._local_tensor  # first: operations on DTensors are slow
+                tensor = tensor._local_tensor  # operations on a DTensor would be slow
             tensor = tensor.detach()
             if hasattr(tensor, "held"):  # the subclasses of harness/extensions.py and wrapping.py
                 kind = f"{kind} of {type(tensor).__name__}"

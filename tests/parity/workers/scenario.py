@@ -250,7 +250,7 @@ class Script:
 
 
 class LocalSteps:
-    """An optimizer over the local shards of parameters, which it creates in its first step."""
+    """An optimizer over the local shards of parameters. The first ``step()`` creates it."""
 
     def __init__(self, parameters: list[Any], make: MakeOptimizer) -> None:
         self.parameters = parameters

@@ -136,7 +136,7 @@ def attempted(run: Callable[[], Any]) -> Any:
 Function = Callable[[Script], Any]
 CHEAP: list[str] = []
 COSTLY: list[str] = []
-"""Names of all registered scripts."""
+"""Names of the registered scripts without and with the mark ``costly``."""
 
 
 def script(wide: bool = False, costly: bool = False) -> Callable[[Function], Function]:

@@ -15,14 +15,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import parametrizations
 
-HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 # ---- torch's modules ----
 
 
 def transformer() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = (nn.TransformerEncoderLayer(8, 4, 16, dropout=0.0, batch_first=True) for _ in "ab")
+    layers = (nn.TransformerEncoderLayer(8, 4, 16, dropout=0.0, batch_first=True) for _ in range(2))
     return nn.Sequential(*layers)
 
 
@@ -122,7 +122,7 @@ def batch_norm_outside_of_units(api: Script) -> Any:
 @script()
 def batch_norm_with_mixed_precision(api: Script) -> Any:
     model = build_batch_norm_model(api)
-    api.shard(model, [model[0], model[2]], mp_policy=HALF)
+    api.shard(model, [model[0], model[2]], mp_policy=MIXED)
     return [api.train(model), list(model.buffers())]
 
 

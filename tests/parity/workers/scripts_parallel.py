@@ -107,7 +107,7 @@ def train_pipeline(api: Script, kind: Any, stages_per_rank: int) -> list[Any]:
     results: list[Any] = []
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
-        rows, target = (torch.randn(8, WIDTH, generator=generator) for _ in "ab")
+        rows, target = (torch.randn(8, WIDTH, generator=generator) for _ in range(2))
         losses: list[torch.Tensor] = []
         if api.rank == 0:
             schedule.step(rows)

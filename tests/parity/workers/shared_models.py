@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import random
+import sys
 from typing import Any
 
 import torch
@@ -170,9 +171,10 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds = list(range(arguments.seed, arguments.seed + arguments.count))
     target = importlib.import_module("shared_models").compare_models  # importable in the ranks
-    for rank, result in enumerate(run_ranks(target, arguments.world, (seeds,), timeout=1200)):
-        trained, found = result
+    results = run_ranks(target, arguments.world, (seeds,), timeout=1200)
+    for rank, (trained, found) in enumerate(results):
         print(f"rank {rank}: {trained} of {len(seeds)} models trained, {len(found)} differ {found}")
+    sys.exit(any(found for _, found in results))
 
 
 if __name__ == "__main__":

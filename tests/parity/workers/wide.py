@@ -17,11 +17,14 @@ from typing import Any
 
 from feature_support import features_of
 from grid import MIXED, MIXED_FIELDS, random_setting, resolve_conflicts
-from meshes import has_tensor_dim, is_hsdp, is_spmd
+from meshes import KINDS, SHAPES, has_tensor_dim, is_hsdp, is_spmd
 from models_wide import WIDE_FAMILIES
 from setting import WIDE_SCHEDULES, Launch, Setting
 
 Placed = tuple[Launch, Setting]
+
+REPLICA_SCHEDULES = tuple(name for name in WIDE_SCHEDULES if name != "pipeline")
+"""Schedules that switch the all-reduce of replicas off."""
 
 GLOO2, GLOO4, THREADS8 = Launch(2), Launch(4), Launch(8, threads=True)
 
@@ -172,7 +175,7 @@ def _without_unsupported(launch: Launch, setting: Setting) -> Setting:
         setting = replace(setting, family="even")
     if (has_tensor_dim(mesh) or is_spmd(mesh)) and setting.family not in ("even", "odd"):
         setting = replace(setting, family="odd" if setting.placement is None else "even")
-    if not is_hsdp(mesh) and setting.schedule in WIDE_SCHEDULES[:3]:
+    if not is_hsdp(mesh) and setting.schedule in REPLICA_SCHEDULES:
         setting = _reset_fields(setting, "schedule")
     if isinstance(setting.reshard, str):
         if has_tensor_dim(mesh) or is_spmd(mesh) or setting.extension:
@@ -228,19 +231,17 @@ def _without_torch_bugs(launch: Launch, setting: Setting) -> Setting:
         # B3: a single shard fails with extensions and under inference mode, and divides twice.
         setting = _reset_fields(setting, "extension", "inference", "divide")
     if setting.zeros and setting.family == "unused":
-        # B7: the mode skips groups that were never gathered.
+        # B7: set_reduce_scatter_unused_params skips groups that were never gathered.
         setting = _reset_fields(setting, "zeros")
     if setting.family == "conditional" and not setting.zeros:
         setting = replace(setting, zeros=True)
-    if setting.family == "conditional" and setting.schedule in WIDE_SCHEDULES[:3]:
+    if setting.family == "conditional" and setting.schedule in REPLICA_SCHEDULES:
         # B1: partial reductions of changing sets of parameters are accumulated wrongly.
         setting = _reset_fields(setting, "schedule")
     return setting
 
 
 def _shard_size(launch: Launch, mesh: str) -> int:
-    from meshes import KINDS, SHAPES
-
     shape = SHAPES.get((mesh, launch.world_size), (launch.world_size,))
     sizes = dict(zip(KINDS[mesh], shape, strict=True))
     return sizes.get("world", sizes.get("shard", 1)) * sizes.get("context", 1)
