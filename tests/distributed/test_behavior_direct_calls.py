@@ -52,10 +52,10 @@ def test_backward_without_module_hooks_is_ended_by_a_direct_private_call() -> No
 def test_direct_calls_before_the_first_forward_raise_errors_of_torch(
     suffix: str, world: int
 ) -> None:
-    """From 2.15 on, torch's ``finalize_backward`` of a group does nothing before it.
+    """fsdp_c raises the exceptions of torch before 2.15 for ``finalize_backward`` and the callback.
 
-    The callback at the end of backward then raises for a backward that has not begun. fsdp_c
-    raises the exceptions of earlier releases.
+    From 2.15 on, torch's ``finalize_backward`` of a group does nothing there. The callback at the
+    end of backward raises an AssertionError, because no backward has begun.
     """
     name = f"direct_calls_before_the_first_forward{suffix}"
     if not has("2.15"):
@@ -66,6 +66,6 @@ def test_direct_calls_before_the_first_forward_raise_errors_of_torch(
     ):
         assert torch_calls.pop("end of backward")[0] == "AssertionError"
         assert torch_calls.pop("finalize_backward") is None
-        for name in ("end of backward", "finalize_backward"):
-            assert calls.pop(name)[0] == "AttributeError"
+        for call in ("end of backward", "finalize_backward"):
+            assert calls.pop(call)[0] == "AttributeError"
         assert not differences(torch_calls, calls)

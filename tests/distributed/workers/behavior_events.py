@@ -394,7 +394,7 @@ def unsharded_of(module: Any) -> list[nn.Parameter]:
 
 @scenario()
 def removed_hooks(api: Api) -> dict[str, Any]:
-    """A module without its hooks is not unsharded; direct calls of unshard still work."""
+    """Removes the hooks by their handles. Direct calls of ``unshard`` still work."""
     torch.manual_seed(1)
     model = api.fully_shard(nn.Linear(DIM, 3))
     state = model._get_fsdp_state()

@@ -338,7 +338,7 @@ def unfrozen_while_unsharded(api: Api) -> dict[str, Any]:
         gradients.append(have_gradients(model))
         model.zero_grad()
     required = [parameter.requires_grad for parameter in model.parameters()]
-    return {"losses": losses, "gradients": gradients, "required": required}
+    return {"loss requires grad": losses, "has gradient": gradients, "requires grad": required}
 
 
 @scenario()

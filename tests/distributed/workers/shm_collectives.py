@@ -128,8 +128,7 @@ def differences(rank: int, world: int) -> tuple[list[Any], int]:
     assert default is not None
     direct = _C.shm_group(default)
     assert direct is not None and direct is not default
-    before = _C.set_gradient_all_reduce(True)  # other all-reduces use gloo
-    assert before is False
+    assert _C.set_gradient_all_reduce(True) is False  # other all-reduces use gloo
     found: list[Any] = []
     comparisons = 0
     generator = torch.Generator().manual_seed(100 + rank)
@@ -138,7 +137,7 @@ def differences(rank: int, world: int) -> tuple[list[Any], int]:
         for dtype in dtypes_for(numel, world):
             own = _sample(values_by_dtype[dtype], 1, numel, generator)
             rows = _sample(values_by_dtype[dtype], world, numel, generator)
-            rows_before = rows.clone()
+            before = rows.clone()
             comparisons += 1
             if not _bits_equal(_gather(default, own), _gather(direct, own)):
                 found.append(("all-gather", numel, dtype))
@@ -154,7 +153,7 @@ def differences(rank: int, world: int) -> tuple[list[Any], int]:
                         sums = [x.masked_fill(x.isnan(), torch.nan) for x in sums]
                     if not _bits_equal(*sums):
                         found.append((name, numel, dtype, op))
-            if not _bits_equal(rows, rows_before):
+            if not _bits_equal(rows, before):
                 found.append(("input written", numel, dtype))
     return found, comparisons
 
