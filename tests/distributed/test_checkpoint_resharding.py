@@ -2,8 +2,8 @@
 
 Each case names the ranks that save and those that load. Checkpoints of torch and of fsdp_c must
 load under both. They must hold the state that was saved, and training must continue with the same
-bits. FSDP_C_PARITY_WHOLE=1 adds a mesh of replicas and crosses precisions with formats. Without it
-each case has one of them.
+bits. By default each case has one precision and one format. FSDP_C_PARITY_WHOLE=1 runs every case
+with each precision in each format, and adds a mesh of replicas.
 """
 
 from __future__ import annotations

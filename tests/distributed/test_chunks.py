@@ -1,4 +1,4 @@
-"""Chunked collectives, in the memory of large parameters, have the bits of packed buffers."""
+"""Collectives on large parameters' own memory have the results of packed buffers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Pass-through wrappers that are applied to torch's FSDP2 before fsdp_c is imported.
 
-The default run wraps groups of targets. ``FSDP_C_PATCH_SWEEP=single`` wraps each target alone.
+The default run wraps all targets at once, and the targets of each part at once.
+``FSDP_C_PATCH_SWEEP=single`` wraps each target alone.
 ``patch_effects.py`` lists the targets that fsdp_c does not call.
 """
 
@@ -22,7 +23,7 @@ from patch_effects import CALLED_LESS_OFTEN, NOT_CALLED
 pytestmark = pytest.mark.xdist_group("patch-sweep")  # the tests share one process
 WORKER = Path(__file__).with_name("workers") / "patch_sweep.py"
 STYLES = ("plain", "wraps")
-GROUPS = 6
+PARTS = 6
 """Number of parts of the targets. A run wraps the targets of one part together."""
 FOREACH_REDUCE = "_fsdp_collectives.foreach_reduce"
 
@@ -72,7 +73,7 @@ class Sweep:
         return single or [f"{targets} ({style}), only together: {found}"]
 
     def missing_calls(self, name: str, calls: int) -> str:
-        """Returns a message if torch calls the target, fsdp_c does not, and no table lists it."""
+        """Returns a message if only torch calls the target, and NOT_CALLED does not list it."""
         missing = self.calls[name] > 0 and calls == 0 and name not in NOT_CALLED
         return f"{name}: torch calls it {self.calls[name]} times, fsdp_c never" if missing else ""
 
@@ -124,12 +125,12 @@ def test_wrapping_all_patch_targets_keeps_bits_and_calls_each_wrapper(
     assert sweep.problems(sweep.targets, style) == []
 
 
-@pytest.mark.parametrize("part", range(GROUPS))
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("style", STYLES)
 def test_wrapping_part_of_patch_targets_keeps_bits_and_calls_each_wrapper(
     sweep: Sweep, style: str, part: int
 ) -> None:
-    assert sweep.problems(sweep.called[part::GROUPS], style) == []
+    assert sweep.problems(sweep.called[part::PARTS], style) == []
 
 
 def test_tables_of_patch_targets_name_only_functions_that_torch_calls(sweep: Sweep) -> None:

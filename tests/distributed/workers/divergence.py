@@ -2,7 +2,7 @@
 
 Every case has its own process group, because a process group is not used after a mismatch. A case
 of DYNAMIC runs equal steps, then ``diverge`` on one rank, then two steps. In a case of STATIC, one
-rank makes another model.
+rank makes another model or gives it other settings.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Case:
         optimizer.zero_grad()
 
     def forward(self, model: Any) -> torch.Tensor:
-        """If a forward raises ``ValueError``, resets the model and repeats it."""
+        """Runs a forward. If it raises ``ValueError``, resets the model and runs another one."""
         x = torch.full((2, SIZE), 0.5)
         try:
             return model(x)

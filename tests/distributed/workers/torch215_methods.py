@@ -61,12 +61,12 @@ def kept_storage(api: Api) -> Found:
     model.set_keep_unsharded_storage(True)
     results = []
     addresses_by_step: list[list[int]] = []
-    for step in range(3):
+    fillers: list[torch.Tensor] = []
+    for _ in range(3):
         results += train_two_steps(model, api.rank)
         addresses_by_step.append(addresses(model))
-        # If the parameters' memory had been freed, these tensors would reuse it.
-        fillers = [torch.empty(64 * (step + i)) for i in range(16)]
-        del fillers
+        # If the parameters' memory had been freed, these tensors would take it.
+        fillers += [torch.empty(64 * i) for i in range(1, 17)]
     kept = unsharded_bytes(model)
     model.set_keep_unsharded_storage(False)
     other = shard(api, blocks_and_head())

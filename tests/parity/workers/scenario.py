@@ -42,7 +42,10 @@ def run_setting(
     recorder: Recorder,
     is_under_test: bool,
 ) -> None:
-    """Runs one setting. An exception becomes the last entry of ``recorder``."""
+    """Runs one setting. An exception becomes the last entry of ``recorder``.
+
+    ``is_under_test``: whether ``setting.perturb`` changes this run.
+    """
     try:
         Script(setting, fully_shard, meshes, recorder, is_under_test).run()
     except Exception as error:
