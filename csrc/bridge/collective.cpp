@@ -424,8 +424,8 @@ bool fct_work_is_cpu_bound(const fct_work *work) {
     return work->work && fct::is_cpu_bound(*work->work);
 }
 
-bool fct_work_row_checksum(const fct_work *work, size_t run, int64_t rank, uint64_t *checksum) {
-    return work->work && fct::row_checksum(*work->work, run, rank, checksum);
+bool fct_work_rank_checksum(const fct_work *work, size_t run, int64_t rank, uint64_t *checksum) {
+    return work->work && fct::rank_checksum(*work->work, run, rank, checksum);
 }
 
 bool fct_work_done(fct_work *work) {

@@ -16,7 +16,7 @@ typedef struct fct_work fct_work; /* a c10d::Work; one owner */
  * tensors are passed as pairs of real numbers. Gathers pass dtypes that the backend does not
  * support as bytes.
  *
- * A rank shard ("row" in names) is the elements of a collective's buffer that belong to one rank.
+ * A rank shard is the elements of a collective's buffer that belong to one rank.
  */
 typedef enum fct_op_kind {
     FCT_OP_ALL_GATHER = 0,
@@ -54,7 +54,7 @@ typedef struct fct_run {
 typedef struct fct_chunk_layout {
     const fct_run *runs;
     size_t count;
-    int64_t row_numel;
+    int64_t rank_numel;
     bool checksums; /* of a gather: compute a checksum of each run of each rank */
 } fct_chunk_layout;
 
@@ -85,7 +85,7 @@ bool fct_work_is_cpu_bound(const fct_work *work);
  * its pieces (FCK_CHECKSUM_PIECE in kernels/kernels.h). A piece of this rank is read when it is
  * sent, a piece of another rank after it is received. Returns false unless `work` is a completed
  * gather of chunks with `checksums`. */
-bool fct_work_row_checksum(const fct_work *work, size_t run, int64_t rank, uint64_t *checksum);
+bool fct_work_rank_checksum(const fct_work *work, size_t run, int64_t rank, uint64_t *checksum);
 void fct_work_release(fct_work *work); /* NULL is allowed */
 /* Sets whether all-reduces of this thread reduce buffers of gradients. The shared-memory backend
  * forwards all other all-reduces to gloo. Returns the previous value. */

@@ -69,13 +69,13 @@ int fct_foreach_add(fct_tensor *const *dst, fct_tensor *const *src, size_t count
     });
 }
 
-int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *const *out,
+int fct_split_copy(const fct_tensor *src, const int64_t *sizes, fct_tensor *const *out,
                    size_t count) {
     return guarded("fct_split_copy", [&] {
         const BelowAutograd below_autograd;
         const BorrowedList parts(out, count);
-        const DeviceCall call(fct::impl(rows)->device_type());
-        at::split_with_sizes_copy_out(*parts, *Borrowed(rows), c10::IntArrayRef(sizes, count), 1);
+        const DeviceCall call(fct::impl(src)->device_type());
+        at::split_with_sizes_copy_out(*parts, *Borrowed(src), c10::IntArrayRef(sizes, count), 1);
     });
 }
 
@@ -83,9 +83,9 @@ int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks, fct_
     return guarded("fct_chunk_cat", [&] {
         const BelowAutograd below_autograd;
         const BorrowedList list(tensors, count);
-        Borrowed rows(out);
+        Borrowed result(out);
         const DeviceCall call(fct::impl(out)->device_type());
-        at::_chunk_cat_out(*rows, *list, 0, chunks);
+        at::_chunk_cat_out(*result, *list, 0, chunks);
     });
 }
 

@@ -268,9 +268,9 @@ bool is_cpu_bound(const c10d::Work &work) {
     return shm_work != nullptr && shm_work->is_cpu_bound();
 }
 
-bool row_checksum(const c10d::Work &work, size_t run, int64_t rank, uint64_t *checksum) {
+bool rank_checksum(const c10d::Work &work, size_t run, int64_t rank, uint64_t *checksum) {
     const auto *shm_work = dynamic_cast<const ShmWork *>(&work);
-    return shm_work != nullptr && shm_work->row_checksum(run, rank, checksum);
+    return shm_work != nullptr && shm_work->rank_checksum(run, rank, checksum);
 }
 
 static ShmBackend &backend_of(c10d::ProcessGroup &shm_group) {

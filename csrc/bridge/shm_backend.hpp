@@ -38,8 +38,8 @@ c10::intrusive_ptr<c10d::Work> reduce_chunks(c10d::ProcessGroup &shm_group,
 
 /* See fct_work_is_cpu_bound. */
 bool is_cpu_bound(const c10d::Work &work);
-/* See fct_work_row_checksum. */
-bool row_checksum(const c10d::Work &work, size_t run, int64_t rank, uint64_t *checksum);
+/* See fct_work_rank_checksum. */
+bool rank_checksum(const c10d::Work &work, size_t run, int64_t rank, uint64_t *checksum);
 
 /* A scope in which the CPU backend of `group` itself is the ShmBackend of `shm_group`. Used where
  * dispatch modes or Python functions receive the group. Construction and destruction need the GIL.

@@ -76,7 +76,8 @@ typedef struct fct_shm_methods {
                                char error[SHM_ERROR_BYTES]);
     int (*wait)(shm_collective *c, shm_transport *t, int64_t max_ms, char error[SHM_ERROR_BYTES]);
     bool (*is_cpu_bound)(const shm_collective *c);
-    bool (*row_checksum)(const shm_collective *c, size_t segment, int64_t rank, uint64_t *checksum);
+    bool (*rank_checksum)(const shm_collective *c, size_t segment, int64_t rank,
+                          uint64_t *checksum);
 } fct_shm_methods;
 
 /* Adds the shared-memory backend to the group, under a backend type that the group does not use.

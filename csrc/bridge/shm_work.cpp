@@ -130,8 +130,8 @@ bool ShmWork::is_cpu_bound() const {
     return methods_.is_cpu_bound(collective_);
 }
 
-bool ShmWork::row_checksum(size_t segment, int64_t rank, uint64_t *checksum) const {
-    return methods_.row_checksum(collective_, segment, rank, checksum);
+bool ShmWork::rank_checksum(size_t segment, int64_t rank, uint64_t *checksum) const {
+    return methods_.rank_checksum(collective_, segment, rank, checksum);
 }
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {

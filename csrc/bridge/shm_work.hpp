@@ -57,8 +57,8 @@ class ShmWork : public c10d::Work {
     bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
     bool isCompleted() override;
     bool is_cpu_bound() const;
-    /* See fct_work_row_checksum. */
-    bool row_checksum(size_t segment, int64_t rank, uint64_t *checksum) const;
+    /* See fct_work_rank_checksum. */
+    bool rank_checksum(size_t segment, int64_t rank, uint64_t *checksum) const;
 
   private:
     static void complete(void *self, const char *error);

@@ -277,7 +277,7 @@ int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out) {
 }
 
 int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length, int64_t padded,
-                   fct_tensor **local, fct_tensor **row) {
+                   fct_tensor **local, fct_tensor **flat) {
     return guarded("fct_tensor_cut", [&] {
         const c10::NoGradGuard no_grad;
         const DeviceCall call(impl(t)->device_type());
@@ -290,9 +290,9 @@ int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length, in
         if (source.numel() > 0) {
             unpadded.copy_(source);
         }
-        at::Tensor flat = memory.view({memory.numel()});
+        at::Tensor one_dim = memory.view({memory.numel()});
         *local = new_handle(std::move(unpadded));
-        *row = new_handle(std::move(flat));
+        *flat = new_handle(std::move(one_dim));
     });
 }
 

@@ -77,11 +77,11 @@ FCT_CHECK int fct_tensor_cast(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
 FCT_CHECK int fct_tensor_zeros_like(const fct_tensor *t, fct_tensor **out);
 /* Copies t.narrow(dim, start, length) to new memory, padded with zeros to `padded` elements along
  * `dim`. Writes two new tensors. *local is the copy without padding. It is no view, so users can
- * change it in place like other leaves. *row is the whole memory, 1-D. The two tensors share one
+ * change it in place like other leaves. *flat is the whole memory, 1-D. The two tensors share one
  * version counter. Unlike the functions above, the call runs through all dispatch keys, with grad
  * mode off. */
 FCT_CHECK int fct_tensor_cut(fct_tensor *t, int32_t dim, int64_t start, int64_t length,
-                             int64_t padded, fct_tensor **local, fct_tensor **row);
+                             int64_t padded, fct_tensor **local, fct_tensor **flat);
 /* dst.copy_(src). Casts. */
 FCT_CHECK int fct_tensor_copy(fct_tensor *dst, const fct_tensor *src);
 /* dst.add_(src). Bumps dst's version. */
@@ -107,8 +107,8 @@ FCT_CHECK int fct_foreach_copy(fct_tensor *const *dst, fct_tensor *const *src, s
  * for the list and all tensors have one dtype. */
 FCT_CHECK int fct_foreach_add(fct_tensor *const *dst, fct_tensor *const *src, size_t count);
 /* Splits a 2-D tensor along dim 1 into parts of `sizes` and copies them to out[i]. Each out[i] is
- * [rows, sizes[i]], contiguous, of the same dtype. */
-FCT_CHECK int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *const *out,
+ * [src.size(0), sizes[i]], contiguous, of the same dtype. */
+FCT_CHECK int fct_split_copy(const fct_tensor *src, const int64_t *sizes, fct_tensor *const *out,
                              size_t count);
 /* torch._chunk_cat along dim 0: row c of out holds chunk c of each tensor, padded with zeros. The
  * tensors are 2-D and not empty, and have one dtype. The shape of out is [chunks, sum of padded

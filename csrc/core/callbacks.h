@@ -38,7 +38,7 @@ typedef struct fc_callbacks {
      * to fc_param. Returns FC_ENOMEM or FC_ERAISED on failure. */
     fc_status (*extend_unsharded)(void *param);
     /* Creates the parameter that is registered after a reshard to the smaller group, over `data`
-     * (1-D, this rank's padded rows of the post-forward layout). The owner keeps that parameter
+     * (1-D, this rank's padded shard of the post-forward layout). The owner keeps that parameter
      * until the next call. A call with `data` NULL releases the parameter and never fails. */
     int (*make_post_forward)(void *param, fct_tensor *data);
     /* Registers the parameter object of `state` on every module that holds the
@@ -80,18 +80,18 @@ typedef struct fc_callbacks {
     int (*accumulate_grad)(void *param);
     int (*to_accumulated_grad)(void *param);
     int (*collect_grad)(void *param, fct_tensor **local);
-    /* Runs the user's all-reduce hook, which changes the reduced row in place before the row is
+    /* Runs the user's all-reduce hook, which changes the reduced gradients in place before they are
      * divided and its views become gradients. Called only for groups with has_hook. */
-    int (*reduce_hook)(void *group, fct_tensor *row);
+    int (*reduce_hook)(void *group, fct_tensor *output);
 
     /* Starts a gather. Called only if FC_FALLBACK_GATHER is set. `overlaps`: the gather runs on the
      * context's gather streams. */
     int (*gather)(void *group, bool async_op, bool overlaps);
     /* Waits for the gather, allocates, copies out and passes each fc_param its unsharded tensor.
-     * Runs once per gather: after a failure the core calls drop_gather().
-     * Writes to *rows a new reference to the gathered buffer, or NULL if the buffer can be freed at
-     * once. The core keeps *rows as long as it would keep its own gather buffer. */
-    int (*copy_out)(void *group, fct_tensor **rows);
+     * Runs once per gather: after a failure the core calls drop_gather(). Writes to *buffer a new
+     * reference to the gathered buffer, or NULL if the buffer can be freed at once. The core keeps
+     * *buffer as long as it would keep its own gather buffer. */
+    int (*copy_out)(void *group, fct_tensor **buffer);
     /* Discards a gather without waiting. Never fails. */
     void (*drop_gather)(void *group);
     /* Discards the partial results of reduce(). Called only if reduce() has run before. May be NULL

@@ -15,8 +15,8 @@
 #include "../bridge/tensor.h"
 #include "recorder.h"
 
-/* Rows that every context may keep. */
-enum { ROWS_MIN = 2 };
+/* Outputs of reductions that every context may keep. */
+enum { OUTPUTS_MIN = 2 };
 
 void fc_comm_init(fc_comm_ctx *c, fct_device device) {
     assert(device.type >= 0 && device.index >= -1);
@@ -53,10 +53,10 @@ void fc_comm_fini(fc_comm_ctx *c) {
     release_kept(c, &c->kept);
     fc_comm_put_event(c, c->last_reduced);
     fc_comm_put_event(c, c->last_all_reduced);
-    for (size_t i = 0; i < c->kept_row_count; i++) {
-        release_kept(c, &c->kept_rows[i]);
+    for (size_t i = 0; i < c->kept_output_count; i++) {
+        release_kept(c, &c->kept_outputs[i]);
     }
-    free(c->kept_rows);
+    free(c->kept_outputs);
     fc_device_checksums_free(c->device_checksums);
     assert(c->events_out == 0); /* every group has returned its events */
     while (c->deferred != NULL) {
@@ -230,52 +230,52 @@ done:
     return status;
 }
 
-/* Makes the reduce stream wait for the cast of the oldest row, then releases the row. */
-static fc_status release_oldest_row(fc_comm_ctx *c) {
-    if (fct_event_wait(c->kept_rows[0].copied, c->reduce_stream) != 0) {
+/* Makes the reduce stream wait for the cast of the oldest output, then releases the output. */
+static fc_status release_oldest_output(fc_comm_ctx *c) {
+    if (fct_event_wait(c->kept_outputs[0].copied, c->reduce_stream) != 0) {
         return FC_ERAISED;
     }
-    release_kept(c, &c->kept_rows[0]);
-    c->kept_row_count--;
-    memmove(c->kept_rows, c->kept_rows + 1, c->kept_row_count * sizeof *c->kept_rows);
+    release_kept(c, &c->kept_outputs[0]);
+    c->kept_output_count--;
+    memmove(c->kept_outputs, c->kept_outputs + 1, c->kept_output_count * sizeof *c->kept_outputs);
     return FC_OK;
 }
 
-/* Allocates space for one more row. */
-static fc_status grow_kept_rows(fc_comm_ctx *c) {
-    size_t capacity = c->kept_row_capacity == 0 ? ROWS_MIN : 2 * c->kept_row_capacity;
+/* Allocates space for one more output. */
+static fc_status grow_kept_outputs(fc_comm_ctx *c) {
+    size_t capacity = c->kept_output_capacity == 0 ? OUTPUTS_MIN : 2 * c->kept_output_capacity;
     fc_kept_buffer *grown =
-        (fc_kept_buffer *)realloc(c->kept_rows, capacity * sizeof *c->kept_rows);
+        (fc_kept_buffer *)realloc(c->kept_outputs, capacity * sizeof *c->kept_outputs);
     if (grown == NULL) {
         return FC_ENOMEM;
     }
-    c->kept_rows = grown;
-    c->kept_row_capacity = capacity;
+    c->kept_outputs = grown;
+    c->kept_output_capacity = capacity;
     return FC_OK;
 }
 
-fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done) {
-    assert(row != NULL && done != NULL && c->streams_ready);
+fc_status fc_comm_keep_output(fc_comm_ctx *c, fct_tensor *output, fct_event *done) {
+    assert(output != NULL && done != NULL && c->streams_ready);
     fc_status status = FC_OK;
-    size_t limit = c->max_reductions > ROWS_MIN ? c->max_reductions : ROWS_MIN;
-    while (c->kept_row_count >= limit) {
-        FC_TRY(release_oldest_row(c));
+    size_t limit = c->max_reductions > OUTPUTS_MIN ? c->max_reductions : OUTPUTS_MIN;
+    while (c->kept_output_count >= limit) {
+        FC_TRY(release_oldest_output(c));
     }
-    if (c->kept_row_count == c->kept_row_capacity) {
-        FC_TRY(grow_kept_rows(c));
+    if (c->kept_output_count == c->kept_output_capacity) {
+        FC_TRY(grow_kept_outputs(c));
     }
-    c->kept_rows[c->kept_row_count++] = (fc_kept_buffer){.buffer = row, .copied = done};
+    c->kept_outputs[c->kept_output_count++] = (fc_kept_buffer){.buffer = output, .copied = done};
     done = NULL;
 done:
     fc_comm_put_event(c, done);
     return status;
 }
 
-fc_status fc_comm_release_rows(fc_comm_ctx *c) {
-    assert(c->streams_ready || c->kept_row_count == 0);
+fc_status fc_comm_release_outputs(fc_comm_ctx *c) {
+    assert(c->streams_ready || c->kept_output_count == 0);
     fc_status status = FC_OK;
-    while (c->kept_row_count > 0) {
-        FC_TRY(release_oldest_row(c));
+    while (c->kept_output_count > 0) {
+        FC_TRY(release_oldest_output(c));
     }
 done:
     return status;

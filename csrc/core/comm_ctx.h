@@ -50,11 +50,11 @@ typedef struct fc_comm_ctx {
     size_t max_reductions;
     fct_event *last_reduced;     /* end of the latest reduction on reduce_stream */
     fct_event *last_all_reduced; /* end of the latest reduction on all_reduce_stream */
-    /* Rows whose cast runs on another stream, until reduce_stream waits for the cast. Oldest first;
-     * owned. */
-    fc_kept_buffer *kept_rows;
-    size_t kept_row_count;
-    size_t kept_row_capacity;
+    /* Outputs of reductions whose cast runs on another stream, until reduce_stream waits for the
+     * cast. Oldest first; owned. */
+    fc_kept_buffer *kept_outputs;
+    size_t kept_output_count;
+    size_t kept_output_capacity;
     fc_order order;
     uint32_t step;  /* iterations of the roots of this context so far, for messages */
     bool checksums; /* ranks compare checksums of the data of collectives; see checksum.h */
@@ -122,12 +122,13 @@ void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied);
 /* Makes the gather streams wait for the copy-out, then releases the kept gather buffer. */
 FC_CHECK fc_status fc_comm_release_kept(fc_comm_ctx *c);
 
-/* Keeps a row whose cast runs on another stream than the row's, so that a reduce-scatter does not
- * wait for an all-reduce. Keeps at most max_reductions rows, or two if that is more; one more call
- * releases the oldest row. Takes both arguments; on failure the caller keeps the row. */
-FC_CHECK fc_status fc_comm_keep_row(fc_comm_ctx *c, fct_tensor *row, fct_event *done);
-/* Makes the reduce stream wait for the casts, then releases all kept rows. */
-FC_CHECK fc_status fc_comm_release_rows(fc_comm_ctx *c);
+/* Keeps the output of a reduction whose cast runs on another stream than the output's, so that a
+ * reduce-scatter does not wait for an all-reduce. Keeps at most max_reductions outputs, or two if
+ * that is more; one more call releases the oldest output. Takes both arguments; on failure the
+ * caller keeps the output. */
+FC_CHECK fc_status fc_comm_keep_output(fc_comm_ctx *c, fct_tensor *output, fct_event *done);
+/* Makes the reduce stream wait for the casts, then releases all kept outputs. */
+FC_CHECK fc_status fc_comm_release_outputs(fc_comm_ctx *c);
 
 /* Checks the invariants that hold between transitions. Returns FC_ESTATE with a message if one is
  * violated. */

@@ -2,9 +2,9 @@
  * runs on the device's current stream.
  *
  * A parameter that is sharded on another dim than 0 has the layout [outer, world, chunk] when
- * unsharded. In rows its layout is [world, outer, chunk]. Such a parameter needs one more copy
- * between these layouts, like torch.cat in torch's FSDP2. If at most one parameter is sharded on
- * dim 0, each parameter is copied by itself, without a split. */
+ * unsharded. In rank shards its layout is [world, outer, chunk]. Such a parameter needs one more
+ * copy between these layouts, like torch.cat in torch's FSDP2. If at most one parameter is sharded
+ * on dim 0, each parameter is copied by itself, without a split. */
 #include "foreach.h"
 
 #include <assert.h>
@@ -73,13 +73,13 @@ static fc_status view_2d(const fct_tensor *base, fct_dtype dtype, int64_t rows, 
                                                                                  : FC_ERAISED;
 }
 
-/* Addresses of blocks of `chunk` elements: block o of rank r is at offset + r * row + o * block.
- * All counts are elements. */
+/* Addresses of blocks of `chunk` elements: block o of rank r is at offset + r * rank_stride + o *
+ * block_stride. All counts are elements. */
 typedef struct blocks {
     const fct_tensor *base;
     int64_t offset;
-    int64_t row;
-    int64_t block;
+    int64_t rank_stride;
+    int64_t block_stride;
     fct_dtype dtype;
 } blocks;
 
@@ -89,8 +89,8 @@ static fc_status copy_blocks(const blocks *from, const blocks *to, int64_t world
     fct_tensor *src = NULL;
     fct_tensor *dst = NULL;
     const int64_t sizes[3] = {world, outer, chunk};
-    const int64_t read[3] = {from->row, from->block, 1};
-    const int64_t written[3] = {to->row, to->block, 1};
+    const int64_t read[3] = {from->rank_stride, from->block_stride, 1};
+    const int64_t written[3] = {to->rank_stride, to->block_stride, 1};
     FC_TRY_RAISED(fct_tensor_alias_as(from->base, from->dtype, 3, sizes, read, from->offset, &src));
     FC_TRY_RAISED(fct_tensor_alias_as(to->base, to->dtype, 3, sizes, written, to->offset, &dst));
     FC_TRY_RAISED(fct_tensor_copy(dst, src));
@@ -198,17 +198,17 @@ static int64_t slot_units(const fc_gather_plan *plan, const fc_slot *slot) {
     return slot->numel * fc_dtype_size(slot->compute) / fc_dtype_size(plan->dtype);
 }
 
-/* Copies the blocks of one slot from the rows to its output. */
+/* Copies the blocks of one slot from the rank shards to its output. */
 static fc_status unpack_blocks(const fc_gather_plan *plan, const fc_slot *slot,
-                               fc_param *const *params, const fct_tensor *rows, int64_t offset,
+                               fc_param *const *params, const fct_tensor *source, int64_t offset,
                                int64_t pitch) {
     int64_t chunk = slot_units(plan, slot) / slot->outer;
-    const blocks from = {rows, offset, pitch, chunk, plan->dtype};
+    const blocks from = {source, offset, pitch, chunk, plan->dtype};
     const blocks to = {fc_slot_output(slot, params), 0, chunk, plan->world * chunk, plan->dtype};
     return copy_blocks(&from, &to, plan->world, slot->outer, chunk);
 }
 
-/* Extra memory that the split writes besides the outputs, in elements per row. */
+/* Extra memory that the split writes besides the outputs, in elements per rank. */
 typedef struct extra_sizes {
     /* elements of slots with several blocks; unpack_blocks copies them from here to the outputs */
     int64_t blocks;
@@ -221,7 +221,7 @@ static extra_sizes measure_extra(const fc_gather_plan *plan) {
     for (size_t i = 0; i <= plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         int64_t next =
-            i < plan->count ? slot->offset / fc_dtype_size(plan->dtype) : plan->row_numel;
+            i < plan->count ? slot->offset / fc_dtype_size(plan->dtype) : plan->rank_numel;
         sizes.gap = next - end > sizes.gap ? next - end : sizes.gap;
         if (i < plan->count) {
             sizes.blocks += slot->outer != 1 ? slot_units(plan, slot) : 0;
@@ -231,7 +231,7 @@ static extra_sizes measure_extra(const fc_gather_plan *plan) {
     return sizes;
 }
 
-/* Lists the parts of a row: outputs, blocks in extra memory, and the gaps between them. */
+/* Lists the parts of a rank shard: outputs, blocks in extra memory, and the gaps between them. */
 static fc_status list_parts(fc_foreach *f, const fc_gather_plan *plan, fc_param *const *params,
                             const fct_tensor *extra, int64_t blocks_end) {
     fc_status status = FC_OK;
@@ -240,7 +240,7 @@ static fc_status list_parts(fc_foreach *f, const fc_gather_plan *plan, fc_param 
     for (size_t i = 0; i <= plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         int64_t next =
-            i < plan->count ? slot->offset / fc_dtype_size(plan->dtype) : plan->row_numel;
+            i < plan->count ? slot->offset / fc_dtype_size(plan->dtype) : plan->rank_numel;
         if (next > end) {
             size_t at = append(f, next - end);
             FC_TRY(view_2d(extra, plan->dtype, plan->world, next - end, next - end,
@@ -267,7 +267,7 @@ done:
 static fc_status unpack_split(fc_foreach *f, const fc_gather_plan *plan, fc_param *const *params,
                               const fct_tensor *buffer, int64_t offset, fct_device device) {
     fc_status status = FC_OK;
-    fct_tensor *rows = NULL;
+    fct_tensor *rank_shards = NULL;
     fct_tensor *extra = NULL;
     const extra_sizes sizes = measure_extra(plan);
     int64_t used = 0;
@@ -276,10 +276,10 @@ static fc_status unpack_split(fc_foreach *f, const fc_gather_plan *plan, fc_para
         FC_TRY_RAISED(fct_tensor_empty(plan->world * (sizes.blocks + sizes.gap), plan->dtype,
                                        device, &extra));
     }
-    FC_TRY(
-        view_2d(buffer, plan->dtype, plan->world, plan->row_numel, plan->row_numel, offset, &rows));
+    FC_TRY(view_2d(buffer, plan->dtype, plan->world, plan->rank_numel, plan->rank_numel, offset,
+                   &rank_shards));
     FC_TRY(list_parts(f, plan, params, extra, sizes.blocks));
-    FC_TRY_RAISED(fct_split_copy(rows, f->sizes, f->dst, f->count));
+    FC_TRY_RAISED(fct_split_copy(rank_shards, f->sizes, f->dst, f->count));
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         int64_t units = slot_units(plan, slot);
@@ -290,7 +290,7 @@ static fc_status unpack_split(fc_foreach *f, const fc_gather_plan *plan, fc_para
     }
 done:
     clear(f);
-    fct_tensor_release(rows);
+    fct_tensor_release(rank_shards);
     fct_tensor_release(extra);
     return status;
 }
@@ -317,7 +317,7 @@ fc_status fc_foreach_unpack(fc_foreach *f, const fc_gather_plan *plan, fc_param 
         const fc_slot *slot = &plan->slots[i];
         if (slot->numel > 0) {
             FC_TRY(unpack_blocks(plan, slot, params, buffer, (start + slot->offset) / unit,
-                                 plan->row_numel));
+                                 plan->rank_numel));
         }
     }
 done:
@@ -326,7 +326,7 @@ done:
 
 /* ---- pack gradients ---- */
 
-/* Distribution of the gradients to the rows. */
+/* Distribution of the gradients to the rank shards. */
 typedef struct distribution {
     /* common dtype of the gradients, or the plan's dtype */
     fct_dtype dtype;
@@ -348,8 +348,8 @@ static bool needs_temporary(const fc_reduce_plan *plan, size_t i, const distribu
     return layout->outer != 1 ? !d->direct : tensor_dtype(plan->grads[i]) != d->dtype;
 }
 
-/* Creates zeros for the gaps. Gaps exist on devices whose rows are aligned, after parameters of an
- * odd size. */
+/* Creates zeros for the gaps. Gaps exist on devices that align slots, after parameters of an odd
+ * size. */
 static fc_status make_zeros(const fc_reduce_plan *plan, fct_device device, distribution *d) {
     fc_status status = FC_OK;
     fct_tensor *like = NULL;
@@ -459,29 +459,29 @@ done:
 static fc_status distribute(fc_foreach *f, const fc_reduce_plan *plan, const distribution *d,
                             int64_t world, const fct_tensor *buffer, int64_t offset) {
     fc_status status = FC_OK;
-    fct_tensor *rows = NULL;
+    fct_tensor *rank_shards = NULL;
     for (size_t i = 0; d->direct && i < plan->count; i++) {
         const int64_t at = offset + plan->slots[i].offset;
         if (plan->params[i]->layout.numel > 0) {
-            FC_TRY(copy_in_rank_order(plan, i, buffer, plan->dtype, at, plan->row_numel));
+            FC_TRY(copy_in_rank_order(plan, i, buffer, plan->dtype, at, plan->rank_numel));
         }
         if (fc_reduce_plan_gap(plan, i) > 0) {
             const int64_t end = at + plan->params[i]->layout.padded_numel;
             const blocks from = {.base = d->zeros, .dtype = d->dtype};
-            const blocks to = {buffer, end, plan->row_numel, 0, plan->dtype};
+            const blocks to = {buffer, end, plan->rank_numel, 0, plan->dtype};
             FC_TRY(copy_blocks(&from, &to, world, 1, fc_reduce_plan_gap(plan, i)));
         }
     }
     if (!d->direct) {
         FC_TRY(fill_temporary(f, plan, d));
         FC_TRY(list_views(f, plan, d));
-        FC_TRY(
-            view_2d(buffer, plan->dtype, world, plan->row_numel, plan->row_numel, offset, &rows));
-        FC_TRY_RAISED(fct_chunk_cat(f->dst, f->count, world, rows));
+        FC_TRY(view_2d(buffer, plan->dtype, world, plan->rank_numel, plan->rank_numel, offset,
+                       &rank_shards));
+        FC_TRY_RAISED(fct_chunk_cat(f->dst, f->count, world, rank_shards));
     }
 done:
     clear(f);
-    fct_tensor_release(rows);
+    fct_tensor_release(rank_shards);
     return status;
 }
 
@@ -490,7 +490,7 @@ fc_status fc_foreach_pack_gradients(fc_foreach *f, const fc_reduce_plan *plan, i
     assert(plan->count <= plan->capacity && world > 0 && start >= 0);
     fc_status status = FC_OK;
     distribution d = {.temporary = NULL};
-    if (plan->count == 0 || plan->row_numel == 0) {
+    if (plan->count == 0 || plan->rank_numel == 0) {
         return FC_OK;
     }
     FC_TRY(reserve(f, 2 * plan->count));

@@ -21,21 +21,21 @@ typedef struct fc_foreach {
 
 void fc_foreach_fini(fc_foreach *f);
 
-/* Casts the inputs and packs them into the row that starts `start` bytes into the storage of
+/* Casts the inputs and packs them into the rank shard that starts `start` bytes into the storage of
  * `buffer`. With `buffer` NULL each input is copied to its output. One launch per pair of dtypes.
  * One more for each input that is cast from complex to real, or to a place that is not aligned to
  * its dtype. */
 FC_CHECK fc_status fc_foreach_pack(fc_foreach *f, const fc_gather_plan *plan,
                                    fc_param *const *params, const fct_tensor *buffer, int64_t start,
                                    fc_error *err);
-/* Copies the rows, which start `start` bytes into the storage of `buffer`, to the outputs. One
- * launch, and one per parameter that is sharded on another dim than 0. */
+/* Copies the rank shards, which start `start` bytes into the storage of `buffer`, to the outputs.
+ * One launch, and one per parameter that is sharded on another dim than 0. */
 FC_CHECK fc_status fc_foreach_unpack(fc_foreach *f, const fc_gather_plan *plan,
                                      fc_param *const *params, const fct_tensor *buffer,
                                      int64_t start, fct_device device);
-/* Casts the gradients and packs them into `world` rows, which start `start` bytes into the storage
- * of `buffer`. The padding is zeroed. One launch, plus one per gradient that is sharded on another
- * dim than 0. Gradients of several dtypes need one launch per dtype. */
+/* Casts the gradients and packs them into `world` rank shards, which start `start` bytes into the
+ * storage of `buffer`. The padding is zeroed. One launch, plus one per gradient that is sharded on
+ * another dim than 0. Gradients of several dtypes need one launch per dtype. */
 FC_CHECK fc_status fc_foreach_pack_gradients(fc_foreach *f, const fc_reduce_plan *plan,
                                              int64_t world, const fct_tensor *buffer, int64_t start,
                                              fct_device device);

@@ -55,7 +55,7 @@ static void clear_pending(fc_gather *a) {
     if (a->pending.uses_fallback) {
         base->callbacks->drop_gather(base->owner);
     }
-    if (a->chunks.count > 0) { /* other ranks may use the rows */
+    if (a->chunks.count > 0) { /* other ranks may use the gathered shards */
         fc_gather_checksum_add_unknown(&a->pending.checksum, base, a->pending.pg);
     }
     if (base->comm != NULL) {
@@ -181,10 +181,10 @@ done:
     return status;
 }
 
-/* Creates a view of this rank's row in the gather buffer. */
-static fc_status view_own_row(const fc_pending_gather *pending, fct_tensor **row) {
-    const int64_t numel = pending->plan->row_numel;
-    return fct_tensor_alias_1d(pending->buffer, numel, pending->pg->rank * numel, row) == 0
+/* Creates a view of this rank's shard in the gather buffer. */
+static fc_status view_input(const fc_pending_gather *pending, fct_tensor **input) {
+    const int64_t numel = pending->plan->rank_numel;
+    return fct_tensor_alias_1d(pending->buffer, numel, pending->pg->rank * numel, input) == 0
                ? FC_OK
                : FC_ERAISED;
 }
@@ -236,13 +236,13 @@ done:
     return status;
 }
 
-/* Packs offloaded shards that need a cast into a separate row before the gather buffer is
+/* Packs offloaded shards that need a cast into a separate tensor before the gather buffer is
  * allocated. The staged copies and the buffer are then never allocated at the same time. */
-static fc_status pack_offloaded(fc_gather *a, const fc_gather_plan *plan, fct_tensor **row) {
+static fc_status pack_offloaded(fc_gather *a, const fc_gather_plan *plan, fct_tensor **packed) {
     fc_group_base *base = a->base;
     fc_status status = FC_OK;
-    FC_TRY_RAISED(fct_tensor_empty(plan->row_numel, plan->dtype, base->device, row));
-    FC_TRY(fc_transfer_pack(&a->transfer, plan, base->params, row, 0, NULL, &base->comm->error));
+    FC_TRY_RAISED(fct_tensor_empty(plan->rank_numel, plan->dtype, base->device, packed));
+    FC_TRY(fc_transfer_pack(&a->transfer, plan, base->params, packed, 0, NULL, &base->comm->error));
 done:
     return status;
 }
@@ -251,15 +251,15 @@ done:
 static fc_status pack(fc_gather *a, fc_pending_gather *pending) {
     fc_group_base *base = a->base;
     fc_status status = FC_OK;
-    fct_tensor *row = NULL;
-    fct_tensor *part = NULL;
+    fct_tensor *packed = NULL;
+    fct_tensor *input = NULL;
     const fc_gather_plan *plan = pending->plan;
     const int64_t rank = pending->pg->rank;
     if (plan->from_host && plan->casts) {
-        FC_TRY(pack_offloaded(a, plan, &row));
+        FC_TRY(pack_offloaded(a, plan, &packed));
         FC_TRY(make_chunks(a, pending));
-        FC_TRY(view_own_row(pending, &part));
-        FC_TRY_RAISED(fct_tensor_copy(part, row));
+        FC_TRY(view_input(pending, &input));
+        FC_TRY_RAISED(fct_tensor_copy(input, packed));
     } else {
         FC_TRY(make_chunks(a, pending));
         FC_TRY(fc_transfer_pack(&a->transfer, plan, base->params, a->chunks.tensors, rank,
@@ -268,8 +268,8 @@ static fc_status pack(fc_gather *a, fc_pending_gather *pending) {
     }
     FC_TRY(fc_gather_checksum_read_packed(&pending->checksum, base, plan, rank, pending->buffer));
 done:
-    fct_tensor_release(part);
-    fct_tensor_release(row);
+    fct_tensor_release(input);
+    fct_tensor_release(packed);
     return status;
 }
 
@@ -284,7 +284,7 @@ static fc_status all_gather(fc_gather *a, fc_pending_gather *pending, bool async
         return fc_process_group_gather_chunks(pending->pg, base->name, a->chunks.tensors,
                                               a->chunks.count, &layout, &pending->work);
     }
-    FC_TRY(view_own_row(pending, &input));
+    FC_TRY(view_input(pending, &input));
     FC_TRY(fc_process_group_all_gather(pending->pg, base->name, pending->buffer, input, async_op,
                                        &pending->work));
 done:
@@ -334,10 +334,10 @@ static fc_status callback_gather(fc_gather *a, bool post_forward, bool async_op,
 bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward) {
     fc_process_group *pg = select_process_group(a, post_forward);
     const fc_gather_plan *plan = post_forward ? &a->post_forward_plan : &a->plan;
-    /* On devices with streams the device copies the rows, even if the process group also has a CPU
+    /* On devices with streams the device copies the data, even if the process group also has a CPU
      * backend. */
     return !a->base->comm->has_streams && pg->world > 1 && plan->valid && !plan->extended &&
-           fc_process_group_is_cpu_bound(pg, plan->row_bytes);
+           fc_process_group_is_cpu_bound(pg, plan->rank_bytes);
 }
 
 static fct_op_pass pass_of_mode(fc_stream_mode mode) {
@@ -370,13 +370,13 @@ fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op, fc_str
     }
     FC_TRY(
         prepare_gather(a, post_forward, overlaps ? &base->comm->copy_in_stream : NULL, &pending));
-    if (pending.pg->world == 1 || pending.plan->row_bytes == 0) {
+    if (pending.pg->world == 1 || pending.plan->rank_bytes == 0) {
         a->pending = pending; /* nothing to send: the copy-out reads the shards */
         goto done;
     }
     FC_TRY(choose_split(a, &pending));
     fc_label_set_gather(&pending.pg->label, base->comm, pass_of_mode(mode),
-                        pending.plan->row_bytes);
+                        pending.plan->rank_bytes);
     if (range == NULL) {
         range = fc_group_base_enter_range(base, "all_gather");
     }
@@ -434,11 +434,11 @@ static fc_status fill_unsharded(fc_gather *a) {
     fc_status status = FC_OK;
     fc_gather_plan *plan = a->pending.plan;
     if (a->pending.uses_fallback) {
-        fct_tensor *rows = NULL;
-        FC_TRY_RAISED(base->callbacks->copy_out(base->owner, &rows));
+        fct_tensor *buffer = NULL;
+        FC_TRY_RAISED(base->callbacks->copy_out(base->owner, &buffer));
         fc_unsharded_record_versions(base); /* aliases of an earlier gather may still be in use */
         fct_tensor_release(a->pending.buffer);
-        a->pending.buffer = rows;
+        a->pending.buffer = buffer;
         fc_gather_checksum_add_unknown(&a->pending.checksum, base, a->pending.pg);
         return FC_OK;
     }
@@ -459,14 +459,14 @@ static fc_status fill_unsharded(fc_gather *a) {
         /* update_plan may have built the plan again, packed */
         fc_gather_plan_set_split(plan, true);
     }
-    if (world > 1 && plan->row_bytes > 0 &&
+    if (world > 1 && plan->rank_bytes > 0 &&
         (a->pending.split != plan->chunks.split || a->chunks.count != plan->chunks.count)) {
         return fc_error_set(&base->comm->error, FC_EASSERT,
                             "parameters were changed while they were gathered");
     }
-    const bool has_rows = a->chunks.count > 0;
+    const bool has_data = a->chunks.count > 0;
     fc_checksum *checksum =
-        has_rows ? fc_gather_checksum_of_rows(&a->pending.checksum, base) : NULL;
+        has_data ? fc_gather_checksum_of_shards(&a->pending.checksum, base) : NULL;
     fc_comm_enter_gil_scope(base->comm);
     FC_TRY(fc_unsharded_alloc(base, plan, &a->chunks));
     if (world == 1) {
@@ -478,7 +478,7 @@ static fc_status fill_unsharded(fc_gather *a) {
                                   a->pending.buffer, a->pending.pg->rank, checksum,
                                   &base->comm->error));
     }
-    if (has_rows) {
+    if (has_data) {
         FC_TRY(fc_gather_checksum_add(&a->pending.checksum, base, a->pending.pg, plan,
                                       a->pending.buffer));
     }
@@ -487,7 +487,7 @@ done:
     return status;
 }
 
-/* Undoes a failed copy-out: frees the unsharded memory and keeps the gathered rows for another
+/* Undoes a failed copy-out: frees the unsharded memory and keeps the gathered shards for another
  * attempt. A gather of extended parameters or of the fallback is discarded: the hooks of extended
  * parameters and the callback copy_out() run once per gather. */
 static void undo_copy_out(fc_gather *a) {

@@ -33,7 +33,7 @@ typedef struct fc_pending_gather {
     bool split;           /* large parameters are gathered into their own chunks */
     fc_gather_plan *plan; /* points into fc_gather */
     fc_process_group *pg; /* points into fc_group_base */
-    /* The packed chunk, or the rows of the fallback's copy_out(). NULL with one rank, or if every
+    /* The packed chunk, or the buffer of the fallback's copy_out(). NULL with one rank, or if every
      * input has its own chunk. */
     fct_tensor *buffer;
     fct_work *work;  /* NULL if the collective is complete, or if `done` is set instead */
@@ -66,14 +66,14 @@ void fc_gather_forget_event(fc_gather *a);
  * again. */
 void fc_gather_invalidate(fc_gather *a);
 
-/* Packs this rank's row and issues the collective. `post_forward`: gathers the smaller group's
+/* Packs this rank's shard and issues the collective. `post_forward`: gathers the smaller group's
  * shards. On failure nothing is pending. */
 FC_CHECK fc_status fc_gather_start(fc_gather *a, bool post_forward, bool async_op,
                                    fc_stream_mode mode);
 /* Returns true if the gather would be CPU-bound (fc_process_group_is_cpu_bound), so that
  * prefetching has no benefit. */
 bool fc_gather_is_cpu_bound(const fc_gather *a, bool post_forward);
-/* Makes the gathered rows visible to the current stream; on the CPU, to the caller. */
+/* Makes the gathered shards visible to the current stream; on the CPU, to the caller. */
 FC_CHECK fc_status fc_gather_await(fc_gather *a);
 /* Performs all steps of the unshard that can fail before the swap: memory, contents, parameter
  * objects. On failure no unsharded parameter holds memory, unless keep_storage is set. A gather of
@@ -85,7 +85,7 @@ FC_CHECK fc_status fc_gather_copy_out(fc_gather *a);
  * the next group. */
 FC_CHECK fc_status fc_gather_end_copy_out(fc_gather *a, fc_stream_mode mode, fct_event **copied);
 /* Frees the unsharded memory after a failure of fc_gather_end_copy_out or of a later step. The
- * gathered rows stay if they can be copied out again. Takes `copied`. */
+ * gathered shards stay if they can be copied out again. Takes `copied`. */
 void fc_gather_undo_copy_out(fc_gather *a, fct_event *copied);
 /* Ends the gather. Frees its buffer, or keeps the buffer until the event `copied` if `copied` is
  * not NULL. Takes `copied`. */

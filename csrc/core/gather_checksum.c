@@ -1,9 +1,9 @@
 /* Checksums of all-gathers; see gather_checksum.h. Keeps no pointer.
  *
- * On devices with streams, the sum of a rank has two terms. The first is the checksum of all rows.
- * The second is twice the difference between the checksums of its own row after and before the
- * all-gather. So the sums of all ranks are equal if all have the same rows, and no own row has
- * changed. */
+ * On devices with streams, the sum of a rank has two terms. The first is the checksum of all rank
+ * shards. The second is twice the difference between the checksums of its own shard after and
+ * before the all-gather. So the sums of all ranks are equal if all have the same rank shards, and
+ * no own shard has changed. */
 #include "gather_checksum.h"
 
 #include <assert.h>
@@ -19,7 +19,7 @@ fc_checksum *fc_gather_checksum_of_pack(fc_gather_checksum *c, const fc_group_ba
     return is_used(base, false) ? &c->packed : NULL;
 }
 
-fc_checksum *fc_gather_checksum_of_rows(fc_gather_checksum *c, const fc_group_base *base) {
+fc_checksum *fc_gather_checksum_of_shards(fc_gather_checksum *c, const fc_group_base *base) {
     assert(base->comm != NULL);
     c->gathered = c->owned;
     return is_used(base, false) ? &c->gathered : NULL;
@@ -32,7 +32,7 @@ bool fc_gather_checksum_needs_chunks(const fc_group_base *base) {
 void fc_gather_checksum_take_owned(fc_gather_checksum *c, const fc_group_base *base,
                                    const fc_gather_plan *plan, int64_t rank, const fct_work *work) {
     assert(plan->chunks.split && work != NULL);
-    size_t run = 0; /* slots and runs are in the order of a row */
+    size_t run = 0; /* slots and runs are in the order of a rank shard */
     for (size_t i = 0; is_used(base, false) && i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         if (!plan->chunks.chunks[slot->chunk].owned) {
@@ -41,11 +41,11 @@ void fc_gather_checksum_take_owned(fc_gather_checksum *c, const fc_group_base *b
         while (run < plan->chunks.run_count && plan->chunks.runs[run].chunk != slot->chunk) {
             run++;
         }
-        for (int64_t row = 0; row < plan->world; row++) {
-            const fc_checksum_row of = {row, row == rank};
+        for (int64_t r = 0; r < plan->world; r++) {
+            const fc_checksum_shard shard = {r, r == rank};
             uint64_t sum = 0;
-            if (fct_work_row_checksum(work, run, row, &sum)) {
-                fc_checksum_add_sum(&c->owned, i, of, sum);
+            if (fct_work_rank_checksum(work, run, r, &sum)) {
+                fc_checksum_add_sum(&c->owned, i, shard, sum);
             } else {
                 c->owned.unknown = true;
             }
@@ -53,11 +53,11 @@ void fc_gather_checksum_take_owned(fc_gather_checksum *c, const fc_group_base *b
     }
 }
 
-/* Writes the address of the rows, and checks that the buffer contains them. */
-static fc_status find_rows(const fct_tensor *rows, int64_t bytes, const char **data,
+/* Writes the address of the buffer's data, and checks that it has `bytes` bytes. */
+static fc_status find_data(const fct_tensor *buffer, int64_t bytes, const char **data,
                            fc_error *err) {
     fct_facts facts;
-    fct_tensor_facts(rows, &facts);
+    fct_tensor_facts(buffer, &facts);
     if (!fct_facts_hold(&facts, bytes)) {
         return fc_error_set(err, FC_EASSERT, "a checksum of %lld bytes does not fit its buffer",
                             (long long)bytes);
@@ -68,18 +68,18 @@ static fc_status find_rows(const fct_tensor *rows, int64_t bytes, const char **d
 
 fc_status fc_gather_checksum_read_packed(fc_gather_checksum *c, const fc_group_base *base,
                                          const fc_gather_plan *plan, int64_t rank,
-                                         const fct_tensor *rows) {
+                                         const fct_tensor *buffer) {
     assert(rank >= 0 && rank < plan->world);
     fc_status status = FC_OK;
     const char *data = NULL;
-    if (!is_used(base, true) || rows == NULL) {
+    if (!is_used(base, true) || buffer == NULL) {
         return FC_OK;
     }
     fc_device_checksums **d = &base->comm->device_checksums;
     fc_error *err = &base->comm->error;
-    FC_TRY(find_rows(rows, plan->world * plan->row_bytes, &data, err));
-    const fck_range own = {.data = data + rank * plan->row_bytes,
-                           .bytes = plan->row_bytes,
+    FC_TRY(find_data(buffer, plan->world * plan->rank_bytes, &data, err));
+    const fck_range own = {.data = data + rank * plan->rank_bytes,
+                           .bytes = plan->rank_bytes,
                            .factor = UINT64_MAX - (OWN_FACTOR - 1)};
     if ((uintptr_t)data % sizeof(uint64_t) == 0) {
         FC_TRY(fc_device_checksums_take(d, base->device, &c->sum));
@@ -89,16 +89,16 @@ done:
     return status;
 }
 
-/* Reads the gathered rows, on devices with streams. */
-static fc_status read_rows(fc_gather_checksum *c, const fc_group_base *base, int64_t rank,
-                           const fc_gather_plan *plan, const fct_tensor *rows) {
+/* Reads the gathered rank shards, on devices with streams. */
+static fc_status read_gathered(fc_gather_checksum *c, const fc_group_base *base, int64_t rank,
+                               const fc_gather_plan *plan, const fct_tensor *buffer) {
     fc_status status = FC_OK;
     const char *data = NULL;
     fc_error *err = &base->comm->error;
-    FC_TRY(find_rows(rows, plan->world * plan->row_bytes, &data, err));
+    FC_TRY(find_data(buffer, plan->world * plan->rank_bytes, &data, err));
     const fck_range ranges[] = {
-        {.data = data, .bytes = plan->world * plan->row_bytes, .factor = 1},
-        {.data = data + rank * plan->row_bytes, .bytes = plan->row_bytes, .factor = OWN_FACTOR},
+        {.data = data, .bytes = plan->world * plan->rank_bytes, .factor = 1},
+        {.data = data + rank * plan->rank_bytes, .bytes = plan->rank_bytes, .factor = OWN_FACTOR},
     };
     FC_TRY(fc_device_checksums_add(base->comm->device_checksums, &c->sum, ranges, 2, err));
 done:
@@ -107,7 +107,7 @@ done:
 
 fc_status fc_gather_checksum_add(fc_gather_checksum *c, const fc_group_base *base,
                                  fc_process_group *pg, const fc_gather_plan *plan,
-                                 const fct_tensor *rows) {
+                                 const fct_tensor *buffer) {
     assert(pg != NULL);
     fc_status status = FC_OK;
     if (c->added || pg->world == 1) {
@@ -115,11 +115,11 @@ fc_status fc_gather_checksum_add(fc_gather_checksum *c, const fc_group_base *bas
     }
     if (is_used(base, false)) {
         fc_group_base_add_checksum(base, pg, FC_ALL_GATHER,
-                                   fc_checksum_of_rows(&c->gathered, &c->packed));
+                                   fc_checksum_of_shards(&c->gathered, &c->packed));
     } else if (is_used(base, true)) {
-        c->sum.at = rows != NULL ? c->sum.at : NULL;
+        c->sum.at = buffer != NULL ? c->sum.at : NULL;
         if (c->sum.at != NULL) {
-            FC_TRY(read_rows(c, base, pg->rank, plan, rows));
+            FC_TRY(read_gathered(c, base, pg->rank, plan, buffer));
         }
         fc_group_base_add_device_sum(base, pg, FC_ALL_GATHER, &c->sum);
     }

@@ -16,20 +16,20 @@ static void set_position(fct_op_label *label, const fc_comm_ctx *comm, fct_op_pa
 }
 
 void fc_label_set_gather(fct_op_label *label, const fc_comm_ctx *comm, fct_op_pass pass,
-                         int64_t row_bytes) {
-    assert(row_bytes >= 0);
+                         int64_t rank_bytes) {
+    assert(rank_bytes >= 0);
     set_position(label, comm, pass);
     label->params = 0;
     label->divisor = 0;
-    label->contents = label->size = (uint64_t)row_bytes;
+    label->contents = label->size = (uint64_t)rank_bytes;
     label->reduce_op = 0;
 }
 
 /* Both arrays usually have the same order, so the search continues behind the last match. */
 void fc_label_set_reduction(fct_op_label *label, const fc_comm_ctx *comm, fc_label_params params,
-                            int64_t row_numel, const fc_divide *divide) {
-    assert(params.reduced_count <= params.group_count && row_numel >= 0);
-    uint64_t hash = fct_hash_add((uint64_t)row_numel, (uint64_t)divide->op);
+                            int64_t rank_numel, const fc_divide *divide) {
+    assert(params.reduced_count <= params.group_count && rank_numel >= 0);
+    uint64_t hash = fct_hash_add((uint64_t)rank_numel, (uint64_t)divide->op);
     size_t at = 0;
     set_position(label, comm, FCT_PASS_BACKWARD);
     label->params = 0;
@@ -46,7 +46,7 @@ void fc_label_set_reduction(fct_op_label *label, const fc_comm_ctx *comm, fc_lab
     hash = fct_hash_add(hash, bits_of(divide->before));
     hash = fct_hash_add(hash, bits_of(divide->after));
     hash = fct_hash_add(hash, bits_of(divide->premultiply));
-    label->size = (uint64_t)row_numel;
+    label->size = (uint64_t)rank_numel;
     label->reduce_op = (uint16_t)divide->op;
     label->divisor = divide->total;
     label->contents = hash;

@@ -17,11 +17,11 @@ typedef struct fc_label_params {
     size_t reduced_count;
 } fc_label_params;
 
-/* Sets the label of an all-gather of `row_bytes` bytes per rank. */
+/* Sets the label of an all-gather of `rank_bytes` bytes per rank. */
 void fc_label_set_gather(fct_op_label *label, const fc_comm_ctx *comm, fct_op_pass pass,
-                         int64_t row_bytes);
-/* Sets the label of a reduce-scatter or an all-reduce of `row_numel` elements per rank. */
+                         int64_t rank_bytes);
+/* Sets the label of a reduce-scatter or an all-reduce of `rank_numel` elements per rank. */
 void fc_label_set_reduction(fct_op_label *label, const fc_comm_ctx *comm, fc_label_params params,
-                            int64_t row_numel, const fc_divide *divide);
+                            int64_t rank_numel, const fc_divide *divide);
 
 #endif

@@ -2,11 +2,9 @@
  * to host memory. Owns nothing. Copies are queued on the current stream; the caller that queued the
  * copy of a gradient waits for it (reduce.c).
  *
- *   gather:  shard --upload--> row                          if no shard is cast
- *            shard --upload--> staged --pack, cast--> row   otherwise
- *   reduce:  view of the reduced row --copy--> gradient in host memory
- *
- * A row is this rank's part of the gather buffer or of the reduced gradients.
+ *   gather:  shard --upload--> gather buffer                          if no shard is cast
+ *            shard --upload--> staged --pack, cast--> gather buffer   otherwise
+ *   reduce:  view of the reduced gradients --copy--> gradient in host memory
  *
  * A tensor owns its pinned memory and may be released at any time: torch's allocator reuses the
  * memory only after the copies that were queued from it or to it. */
@@ -16,8 +14,8 @@
 #include "callbacks.h"
 #include "plan.h"
 
-/* Queues the upload of all shards into their slots. The row starts `start` bytes into the storage
- * of `buffer`. Precondition: the plan has neither casts nor extended parameters. */
+/* Queues the upload of all shards into their slots. This rank's shard starts `start` bytes into the
+ * storage of `buffer`. Precondition: the plan has neither casts nor extended parameters. */
 FC_CHECK fc_status fc_offload_place(const fc_gather_plan *plan, fc_param *const *params,
                                     const fct_tensor *buffer, int64_t start, fc_error *err);
 /* Queues the upload of each offloaded shard in host memory to a new tensor fc_param.staged, which

@@ -103,8 +103,8 @@ void fc_param_set_accumulated(fc_param *p, fct_tensor *grad) {
     replace(&p->accumulated, grad);
 }
 
-void fc_param_set_partial(fc_param *p, fct_tensor *row) {
-    replace(&p->partial, row);
+void fc_param_set_partial(fc_param *p, fct_tensor *partial) {
+    replace(&p->partial, partial);
 }
 
 void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded) {

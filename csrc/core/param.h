@@ -27,7 +27,7 @@ typedef struct fc_param {
     int32_t ndim;
     int64_t *local_sizes; /* [ndim] this rank's shard; owned, allocated together with strides */
     int64_t *strides;     /* [ndim] of the shard, contiguous */
-    int64_t flat_numel;   /* elements of `flat`: padded rows of all ranks, larger layout */
+    int64_t flat_numel;   /* elements of `flat`: padded shards of all ranks, larger layout */
     fct_dtype orig_dtype;
     fct_dtype param_dtype;  /* dtype of computation; FCT_NO_DTYPE: no cast */
     fct_dtype reduce_dtype; /* of accumulated gradients; FCT_NO_DTYPE: the gradient's own dtype */
@@ -93,7 +93,7 @@ void fc_param_fini(fc_param *p); /* Releases everything. Safe on a zeroed struct
  * allowed. */
 void fc_param_set_sharded_data(fc_param *p, fct_tensor *data);
 void fc_param_set_accumulated(fc_param *p, fct_tensor *grad);
-void fc_param_set_partial(fc_param *p, fct_tensor *row);
+void fc_param_set_partial(fc_param *p, fct_tensor *partial);
 void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded);
 void fc_param_set_flat(fc_param *p, fct_tensor *flat);
 /* Releases the outputs and the unsharded tensor, with its .grad: see fc_param_keep_grad(). The next

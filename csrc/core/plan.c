@@ -46,28 +46,28 @@ static fc_status chunk_list_reserve(fc_chunk_list *list, size_t capacity) {
     return FC_OK;
 }
 
-/* Describes the whole row as one chunk. */
-static void chunk_list_pack(fc_chunk_list *list, int64_t row_numel) {
+/* Describes the whole rank shard as one chunk. */
+static void chunk_list_pack(fc_chunk_list *list, int64_t rank_numel) {
     assert(list->chunks != NULL);
     list->split = false;
     list->count = 1;
-    list->chunks[0] = (fc_chunk){.numel = row_numel, .owned = false};
+    list->chunks[0] = (fc_chunk){.numel = rank_numel, .owned = false};
     list->run_count = 1;
-    list->runs[0] = (fct_run){.chunk = 0, .offset = 0, .numel = row_numel};
-    list->row_numel = row_numel;
+    list->runs[0] = (fct_run){.chunk = 0, .offset = 0, .numel = rank_numel};
+    list->rank_numel = rank_numel;
 }
 
-/* Starts a split row. The chunks of single parameters come first, the packed tail last. */
+/* Starts a split rank shard. The chunks of single parameters come first, the packed tail last. */
 static void chunk_list_begin_split(fc_chunk_list *list) {
     assert(list->owners > 0 && list->owners <= list->capacity);
     memset(list->chunks, 0, (list->owners + 1) * sizeof *list->chunks);
     list->split = true;
     list->count = list->owners;
     list->run_count = 0;
-    list->row_numel = 0;
+    list->rank_numel = 0;
 }
 
-/* Appends `numel` elements of the row to a chunk and returns their offset in the chunk. */
+/* Appends `numel` elements of the rank shard to a chunk and returns their offset in the chunk. */
 static int64_t chunk_list_append(fc_chunk_list *list, size_t chunk, bool owned, int64_t numel) {
     assert(list->split && chunk <= list->capacity);
     fc_chunk *c = &list->chunks[chunk];
@@ -75,7 +75,7 @@ static int64_t chunk_list_append(fc_chunk_list *list, size_t chunk, bool owned, 
     fct_run *last = list->run_count > 0 ? &list->runs[list->run_count - 1] : NULL;
     c->numel += numel;
     c->owned = owned;
-    list->row_numel += numel;
+    list->rank_numel += numel;
     if (chunk == list->owners && numel > 0) {
         list->count = list->owners + 1; /* the packed tail is not empty */
     }
@@ -94,7 +94,7 @@ bool fc_chunk_list_can_split(const fc_chunk_list *list) {
 
 fct_chunk_layout fc_chunk_list_layout(const fc_chunk_list *list) {
     return (fct_chunk_layout){
-        .runs = list->runs, .count = list->run_count, .row_numel = list->row_numel};
+        .runs = list->runs, .count = list->run_count, .rank_numel = list->rank_numel};
 }
 
 static bool is_real(fct_dtype dtype) {
@@ -173,8 +173,8 @@ static fc_slot describe_slot(const fc_gather_plan *plan, size_t param, const fc_
     return slot;
 }
 
-/* Checks that the slot can be appended to a row of `offset` bytes without overflow. Writes the new
- * size of the row to *end and updates the plan's flags. */
+/* Checks that the slot can be appended to a rank shard of `offset` bytes without overflow. Writes
+ * the new size of the rank shard to *end and updates the plan's flags. */
 static fc_status append_slot(fc_gather_plan *plan, fc_slot *slot, const fc_param *p, int64_t offset,
                              int64_t *end, fc_error *err) {
     const char *name = p->name != NULL ? p->name : "?";
@@ -221,7 +221,7 @@ static void choose_owners(fc_gather_plan *plan, fc_param *const *params) {
     }
 }
 
-/* Computes the offsets of a packed row. lay_out_slots() has checked the sums. */
+/* Computes the offsets of a packed rank shard. lay_out_slots() has checked the sums. */
 static void pack_slots(fc_gather_plan *plan) {
     int64_t end = 0;
     for (size_t i = 0; i < plan->count; i++) {
@@ -231,7 +231,7 @@ static void pack_slots(fc_gather_plan *plan) {
         slot->offset = (end + align - 1) / align * align;
         end = slot->offset + slot->numel * fc_dtype_size(slot->compute);
     }
-    chunk_list_pack(&plan->chunks, plan->row_numel);
+    chunk_list_pack(&plan->chunks, plan->rank_numel);
 }
 
 void fc_gather_plan_set_split(fc_gather_plan *plan, bool split) {
@@ -254,7 +254,7 @@ void fc_gather_plan_set_split(fc_gather_plan *plan, bool split) {
     }
 }
 
-/* Fills in all slots in order. *end is the end of the row in bytes. */
+/* Fills in all slots in order. *end is the end of the rank shard in bytes. */
 static fc_status lay_out_slots(fc_gather_plan *plan, fc_param *const *params, size_t count,
                                int64_t *end, fc_error *err) {
     fc_status status = FC_OK;
@@ -294,12 +294,12 @@ fc_status fc_gather_plan_build(fc_gather_plan *plan, fc_param *const *params, si
     plan->post_forward = post_forward;
     plan->world = world;
     plan->device_type = device.type;
-    plan->align = fck_row_alignment(device.type);
+    plan->align = fck_slot_alignment(device.type);
     FC_TRY(lay_out_slots(plan, params, count, &end, err));
     plan->dtype = common_dtype(plan);
     plan->from_host = plan->from_host && fct_device_has_streams(device);
-    plan->row_bytes = (end + plan->align - 1) / plan->align * plan->align;
-    plan->row_numel = plan->row_bytes / fc_dtype_size(plan->dtype);
+    plan->rank_bytes = (end + plan->align - 1) / plan->align * plan->align;
+    plan->rank_numel = plan->rank_bytes / fc_dtype_size(plan->dtype);
     choose_owners(plan, params);
     pack_slots(plan);
     plan->valid = true;
@@ -431,7 +431,7 @@ void fc_reduce_plan_set_split(fc_reduce_plan *plan, bool split) {
     if (split) {
         chunk_list_begin_split(&plan->chunks);
     } else {
-        chunk_list_pack(&plan->chunks, plan->row_numel);
+        chunk_list_pack(&plan->chunks, plan->rank_numel);
     }
     for (size_t i = 0; i < plan->count; i++) {
         const int64_t numel = plan->params[i]->layout.padded_numel;
@@ -455,7 +455,7 @@ int64_t fc_reduce_plan_next_offset(int64_t align, int64_t offset, int64_t numel)
 int64_t fc_reduce_plan_gap(const fc_reduce_plan *plan, size_t i) {
     assert(i < plan->count && !plan->chunks.split);
     const int64_t end = plan->slots[i].offset + plan->params[i]->layout.padded_numel;
-    return (i + 1 < plan->count ? plan->slots[i + 1].offset : plan->row_numel) - end;
+    return (i + 1 < plan->count ? plan->slots[i + 1].offset : plan->rank_numel) - end;
 }
 
 /* Marks the gradients that get their own chunk in a split plan. */
@@ -469,23 +469,23 @@ static void choose_owned_gradients(fc_reduce_plan *plan) {
     }
 }
 
-/* Sets the alignment and the elements of the row. */
+/* Sets the alignment and the elements of the rank shard. */
 static void choose_alignment(fc_reduce_plan *plan, int device_type) {
     const int64_t size = fc_dtype_size(plan->dtype);
-    const int64_t bytes = plan->count > 0 ? fck_row_alignment(device_type) : 1;
+    const int64_t bytes = plan->count > 0 ? fck_slot_alignment(device_type) : 1;
     assert(bytes <= MAX_GAP);
     plan->align = size > 0 && bytes > size ? bytes / size : 1;
-    plan->row_numel = 0;
+    plan->rank_numel = 0;
     for (size_t i = 0; i < plan->count; i++) {
-        plan->row_numel = fc_reduce_plan_next_offset(plan->align, plan->row_numel,
-                                                     plan->params[i]->layout.padded_numel);
+        plan->rank_numel = fc_reduce_plan_next_offset(plan->align, plan->rank_numel,
+                                                      plan->params[i]->layout.padded_numel);
     }
 }
 
 fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, bool *needs_fallback,
                                  fc_error *err) {
     assert(plan->count <= plan->capacity);
-    int64_t offset = 0; /* upper bound of the row's elements */
+    int64_t offset = 0; /* upper bound of the elements of a rank shard */
     fct_dtype grad_dtype = FCT_NO_DTYPE;
     bool complex = false;
     uint64_t dtypes = 0; /* one bit per dtype of a gradient; torch has fewer than 64 dtypes */

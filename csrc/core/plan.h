@@ -5,25 +5,25 @@
  * A gather plan arranges the data that one rank sends: the inputs of the group's parameters, in
  * order. A parameter without extension has one input, its padded shard. An extended parameter
  * (extension.h) has the inputs that its hook returned, which may differ at each gather. The inputs
- * of one rank in this order are its row. If all inputs have one dtype, the row has that dtype.
- * Otherwise the row's dtype is uint8 (bytes).
+ * of one rank in this order are its rank shard. If all inputs have one dtype, the buffer has that
+ * dtype. Otherwise the buffer's dtype is uint8 (bytes).
  *
- * Memory is a list of chunks. Each chunk is one tensor that holds a part of every rank's row, rank
- * after rank; a slot gives the chunk and the offset of an input. A packed plan has one chunk, the
+ * Memory is a list of chunks. Each chunk is one tensor that holds a part of every rank shard, in
+ * rank order; a slot gives the chunk and the offset of an input. A packed plan has one chunk, the
  * gather buffer. A split plan (CPU only) gives its own chunk to each large parameter of a real
  * floating dtype. All dimensions of the parameter before the sharded one must have size 1. The
  * chunk becomes the parameter's unsharded memory without a copy. A gather plan is split only if its
  * inputs have one dtype and no parameter is extended. The other inputs share one more chunk, the
- * packed tail. The runs (fct_run) of a plan list the parts of a row in order, each with its chunk
- * and offset. The transport sends the parts in this order, so ranks with packed and with split
- * plans can take part in one collective.
+ * packed tail. The runs (fct_run) of a plan list the parts of a rank shard in order, each with its
+ * chunk and offset. The transport sends the parts in this order, so ranks with packed and with
+ * split plans can take part in one collective.
  *
- * On CUDA slots and rows start at multiples of 16 bytes, so that vector loads stay aligned after a
- * small parameter. The bytes between two slots are undefined. The layout does not depend on the
- * available kernels, so all ranks have the same layout.
+ * On CUDA slots and rank shards start at multiples of 16 bytes, so that vector loads stay aligned
+ * after a small parameter. The bytes between two slots are undefined. The layout does not depend on
+ * the available kernels, so all ranks have the same layout.
  *
  * A reduce plan lays out the gradients that exist in this backward, in the reduce dtype and with
- * the same alignment. The pack writes zeros to the gaps, because a user's hook may read the row. */
+ * the same alignment. The pack writes zeros to the gaps, because a user's hook may read them. */
 #ifndef FSDP_C_CORE_PLAN_H
 #define FSDP_C_CORE_PLAN_H
 
@@ -54,16 +54,16 @@ typedef struct fc_chunk {
     bool owned;    /* the chunk is one parameter's own; false for the packed chunk */
 } fc_chunk;
 
-/* The chunks of a plan and the order of a row in these chunks. Owns its arrays. */
+/* The chunks of a plan and the order of a rank shard in these chunks. Owns its arrays. */
 typedef struct fc_chunk_list {
     bool split;       /* large parameters have their own chunks */
-    fc_chunk *chunks; /* [capacity + 1] owned chunks in row order, then the packed chunk */
+    fc_chunk *chunks; /* [capacity + 1] owned chunks in slot order, then the packed chunk */
     size_t count;
-    fct_run *runs; /* [capacity + 1] the row in order; adjacent runs of one chunk are merged */
+    fct_run *runs; /* [capacity + 1] a rank shard in order; adjacent runs of a chunk are merged */
     size_t run_count;
-    int64_t row_numel; /* elements in the row */
-    size_t capacity;   /* maximal number of slots */
-    size_t owners;     /* number of slots that get their own chunk in a split plan */
+    int64_t rank_numel; /* elements in a rank shard */
+    size_t capacity;    /* maximal number of slots */
+    size_t owners;      /* number of slots that get their own chunk in a split plan */
 } fc_chunk_list;
 
 typedef struct fc_gather_plan {
@@ -74,11 +74,11 @@ typedef struct fc_gather_plan {
     bool extended;     /* at least one parameter is extended */
     bool from_host;    /* the device has streams, and at least one sent shard is offloaded */
     fct_dtype dtype;
-    int device_type;   /* device type whose kernels cast */
-    int64_t align;     /* alignment of slots and rows, in bytes */
-    int64_t world;     /* ranks of the collective */
-    int64_t row_numel; /* elements of dtype in a row */
-    int64_t row_bytes;
+    int device_type;    /* device type whose kernels cast */
+    int64_t align;      /* alignment of slots and rank shards, in bytes */
+    int64_t world;      /* ranks of the collective */
+    int64_t rank_numel; /* elements of dtype in a rank shard */
+    int64_t rank_bytes;
     fc_slot *slots; /* [count] one per input, in parameter order */
     size_t count;
     fc_chunk_list chunks;
@@ -94,8 +94,8 @@ typedef struct fc_gradient_slot {
 typedef struct fc_reduce_plan {
     bool native; /* the kernels support every cast */
     fct_dtype dtype;
-    int64_t align;           /* alignment of slots and rows, in elements of dtype; at least 1 */
-    int64_t row_numel;       /* elements of dtype in one rank's row */
+    int64_t align;           /* of slots and rank shards, in elements of dtype; at least 1 */
+    int64_t rank_numel;      /* elements of dtype in a rank shard */
     fc_param **params;       /* [capacity] parameters with a gradient, in group order; borrowed */
     fct_tensor **grads;      /* [capacity] their gradients; counted references */
     fc_gradient_slot *slots; /* [capacity] valid after fc_reduce_plan_lay_out */
@@ -131,13 +131,13 @@ bool fc_chunk_list_can_split(const fc_chunk_list *list);
  * is laid out. If `split`, also fc_chunk_list_can_split(). */
 void fc_gather_plan_set_split(fc_gather_plan *plan, bool split);
 void fc_reduce_plan_set_split(fc_reduce_plan *plan, bool split);
-/* Returns the order of the row within the chunks, for the transport. The result borrows from the
- * list. */
+/* Returns the order of a rank shard within the chunks, for the transport. The result borrows from
+ * the list. */
 fct_chunk_layout fc_chunk_list_layout(const fc_chunk_list *list);
 
 /* Reserves space for `capacity` gradients. Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);
-/* Checks the collected gradients and lays them out in one chunk: sets slots and row_numel. Sets
+/* Checks the collected gradients and lays them out in one chunk: sets slots and rank_numel. Sets
  * *needs_fallback and lays out nothing if a gradient is a tensor subclass without memory: only
  * torch's functions can read it.
  *
@@ -149,7 +149,7 @@ FC_CHECK fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce
 /* Returns the offset of the slot after a slot of `numel` elements at `offset`. */
 int64_t fc_reduce_plan_next_offset(int64_t align, int64_t offset, int64_t numel);
 /* Returns the elements between the end of slot `i` of a packed plan and the next slot or the end of
- * the row. */
+ * the rank shard. */
 int64_t fc_reduce_plan_gap(const fc_reduce_plan *plan, size_t i);
 /* Releases the collected gradients. The arrays are kept. */
 void fc_reduce_plan_drop_grads(fc_reduce_plan *plan);

@@ -297,9 +297,9 @@ done:
     return status;
 }
 
-bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes) {
-    assert(row_bytes >= 0);
-    return is_resolvable(pg) && fct_gather_is_cpu_bound(pg->handle, row_bytes);
+bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t rank_bytes) {
+    assert(rank_bytes >= 0);
+    return is_resolvable(pg) && fct_gather_is_cpu_bound(pg->handle, rank_bytes);
 }
 
 fc_status fc_process_group_takes_chunks(fc_process_group *pg, fct_device device,

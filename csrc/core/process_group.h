@@ -79,10 +79,10 @@ FC_CHECK fc_status fc_process_group_reduce_scatter(fc_process_group *pg, const c
 FC_CHECK fc_status fc_process_group_all_reduce(fc_process_group *pg, const char *modules,
                                                fct_tensor *tensor, fct_reduce_op op, bool async_op,
                                                fct_work **work);
-/* Returns true if an all-gather of `row_bytes` per rank is CPU-bound: the processors that compute
- * also copy the rows. See transport/transport.h. Opens the process group; returns false on failure
+/* Returns true if an all-gather of `rank_bytes` per rank is CPU-bound: the processors that compute
+ * also copy the data. See transport/transport.h. Opens the process group; returns false on failure
  * and preserves a pending exception. */
-bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t row_bytes);
+bool fc_process_group_is_cpu_bound(fc_process_group *pg, int64_t rank_bytes);
 /* All-gather and reduce-scatter over separate chunks; see transport/transport.h. takes_chunks opens
  * the process group and writes to *takes whether the transport supports chunks. */
 FC_CHECK fc_status fc_process_group_takes_chunks(fc_process_group *pg, fct_device device,

@@ -77,7 +77,7 @@ static bool has_pending_partials(const fc_reducer *reducer, fc_span span) {
 }
 
 /* Creates the reduction of a span. The reduction includes the gradients that were laid out, and
- * with an all-reduce the partial rows of other parameters. Returns NULL if malloc fails. */
+ * with an all-reduce the partial outputs of other parameters. Returns NULL if malloc fails. */
 static fc_reduction *new_reduction(fc_reducer *reducer, fc_span span) {
     const fc_reduce_plan *plan = &reducer->plan;
     fc_param *const *params = reducer->base->params;
@@ -101,51 +101,51 @@ static fc_reduction *new_reduction(fc_reducer *reducer, fc_span span) {
     return r;
 }
 
-/* Issues the reduce-scatter into `row`, from the chunks or from the single buffer r->input. */
+/* Issues the reduce-scatter into `output`, from the chunks or from the single buffer r->input. */
 static fc_status reduce_scatter(fc_reducer *reducer, fc_reduction *r, const fc_divide *divide,
-                                fct_tensor *row) {
+                                fct_tensor *output) {
     const fc_group_base *base = reducer->base;
     fc_process_group *pg = fc_group_base_scatter_group(reducer->base);
     const fct_chunk_layout layout = fc_chunk_list_layout(&reducer->plan.chunks);
     fc_reduction_set_label(r, r->count, divide, &pg->label);
     return reducer->plan.chunks.split
-               ? fc_process_group_reduce_chunks(pg, base->name, row, reducer->chunks.tensors,
+               ? fc_process_group_reduce_chunks(pg, base->name, output, reducer->chunks.tensors,
                                                 reducer->chunks.count, &layout, divide->op,
                                                 &r->work)
-               : fc_process_group_reduce_scatter(pg, base->name, row, r->input, divide->op,
+               : fc_process_group_reduce_scatter(pg, base->name, output, r->input, divide->op,
                                                  divide->premultiply, !base->comm->has_streams,
                                                  &r->work);
 }
 
-/* Divides and issues the reduce-scatter on the current stream. r->output is the row. */
+/* Divides and issues the reduce-scatter on the current stream. Sets r->output. */
 static fc_status issue_reduce_scatter(fc_reducer *reducer, fc_reduction *r,
                                       const fc_divide *divide) {
     fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
     const fc_reduce_plan *plan = &reducer->plan;
     fct_tensor *part = NULL;
-    int64_t total = fc_reduction_row_numel(r);
-    if (divide->before != 1.0 && r->input != NULL && plan->row_numel > 0) {
+    int64_t total = fc_reduction_output_numel(r);
+    if (divide->before != 1.0 && r->input != NULL && plan->rank_numel > 0) {
         FC_TRY_RAISED(fct_tensor_div(r->input, divide->before));
     }
-    /* If parameters keep the row, the row must be memory of the reduce stream. */
-    const bool needs_own_row =
-        r->keep_partial && base->comm->has_streams && !fc_reduction_has_partial_row(r);
-    if ((base->shard.world == 1 || plan->row_numel == 0) && total == plan->row_numel &&
-        !needs_own_row) {
+    /* If parameters keep the output, the output must be memory of the reduce stream. */
+    const bool needs_own_output =
+        r->keep_partial && base->comm->has_streams && !fc_reduction_has_partial_output(r);
+    if ((base->shard.world == 1 || plan->rank_numel == 0) && total == plan->rank_numel &&
+        !needs_own_output) {
         FC_TRY(fc_reduction_use_input(r));
         goto done;
     }
     FC_TRY(fc_group_base_buffer(base, base->reduce_memory, fc_group_base_scatter_group(base), total,
                                 plan->dtype, &r->output));
-    if (plan->row_numel == 0) {
+    if (plan->rank_numel == 0) {
         goto done;
     }
-    if (total == plan->row_numel) {
+    if (total == plan->rank_numel) {
         part = r->output;
         fct_tensor_retain(part);
     } else {
-        FC_TRY_RAISED(fct_tensor_alias_1d(r->output, plan->row_numel, 0, &part));
+        FC_TRY_RAISED(fct_tensor_alias_1d(r->output, plan->rank_numel, 0, &part));
     }
     if (base->shard.world == 1) {
         FC_TRY_RAISED(fct_tensor_copy(part, r->input));
@@ -160,7 +160,7 @@ done:
 
 /* Issues the all-reduce. On the CPU the first one waits until the models of all replicas are
  * compared, because their sizes must be equal. Precondition: the reduce-scatter is complete or
- * ordered, and partial rows are merged. */
+ * ordered, and partial outputs are merged. */
 static fc_status issue_all_reduce(fc_reduction *r, const fc_divide *divide) {
     fc_group_base *base = r->base;
     fc_status status = FC_OK;
@@ -183,7 +183,7 @@ static fc_status continue_on_stream(fc_reduction *r, const fc_divide *divide, fc
     fc_status status = FC_OK;
     fc_comm_ctx *c = base->comm;
     if (fc_group_base_is_replicated(base) && !r->keep_partial) {
-        /* on the reduce stream, which owns the partial rows that are left */
+        /* on the reduce stream, which owns the partial outputs that are left */
         FC_TRY(fc_reduction_merge_partials(r));
     }
     if (r->on_other_stream) {
@@ -239,7 +239,7 @@ static fc_status reduce_on_streams(fc_reducer *reducer, fc_reduction *r, const f
     if (r->output != NULL && r->on_other_stream) {
         fct_event *cast = NULL;
         fc_comm_share_event(c, reducer->reduced, &cast);
-        FC_TRY(fc_comm_keep_row(c, r->output, cast));
+        FC_TRY(fc_comm_keep_output(c, r->output, cast));
         r->output = NULL;
     }
 done:
@@ -250,8 +250,8 @@ done:
     return status;
 }
 
-/* Completes an earlier reduction of the group whose partial rows are not in fc_param.partial yet.
- */
+/* Completes an earlier reduction of the group whose partial outputs are not in fc_param.partial
+ * yet. */
 static fc_status complete_partial_reduction(fc_reducer *reducer) {
     fc_group_base *base = reducer->base;
     for (const fc_reduction *r = base->comm->oldest; r != NULL; r = r->next) {
@@ -402,8 +402,8 @@ done:
     return status;
 }
 
-/* Returns the dtype of the reduction. A reduction of partial rows only has the dtype of these rows.
- */
+/* Returns the dtype of the reduction. A reduction of partial outputs only has the dtype of these
+ * outputs. */
 static fct_dtype reduction_dtype(const fc_reducer *reducer, const fc_reduction *r) {
     if (reducer->plan.count > 0) {
         return reducer->plan.dtype;

@@ -1,11 +1,11 @@
 /* Gradient reduction: pack, divide, reduce-scatter, all-reduce, divide, cast, views, accumulate.
  * Owns the plan of the collected gradients. The comm context owns the reductions in flight.
  *
- *   run:    grads --pack--> input --(pre-divide)--> reduce-scatter --> row
- *           row (+ partial rows) --> all-reduce, with replicas (HSDP)
- *   finish: row --(hook)--(post-divide)--cast--> one view per parameter --> set_sharded_grad()
+ *   run:    grads --pack--> input --(pre-divide)--> reduce-scatter --> output
+ *           output (+ partial outputs) --> all-reduce, with replicas (HSDP)
+ *   finish: output --(hook)--(post-divide)--cast--> one view per parameter --> set_sharded_grad()
  *
- * With replicas and all_reduce_grads off, each parameter keeps its part of the row
+ * With replicas and all_reduce_grads off, each parameter keeps its part of the output
  * (fc_param.partial) until a backward that all-reduces.
  *
  * With streams, run and finish are queued together on the reduce stream. Without streams the
@@ -59,7 +59,7 @@ void fc_reducer_fini(fc_reducer *reducer);
 void fc_reducer_return_events(fc_reducer *reducer);
 
 /* Reduces the gradients of the span that were collected into reducer->plan, and removes them from
- * the plan. A reduction with an all-reduce includes parameters that only have a partial row.
+ * the plan. A reduction with an all-reduce includes parameters that only have a partial output.
  * `order_compute`: the current stream waits for the result. Used if backward begins before all
  * modules of the group have run forward. On failure the gradients are lost, and this reduction is
  * not in flight. */

@@ -135,7 +135,7 @@ static int64_t next_offset(const fc_reduction *r, int64_t offset, const fc_param
     return fc_reduce_plan_next_offset(r->align, offset, p->layout.padded_numel);
 }
 
-int64_t fc_reduction_row_numel(const fc_reduction *r) {
+int64_t fc_reduction_output_numel(const fc_reduction *r) {
     int64_t numel = 0;
     for (size_t i = 0; i < r->total; i++) {
         numel = next_offset(r, numel, r->params[i]);
@@ -143,19 +143,20 @@ int64_t fc_reduction_row_numel(const fc_reduction *r) {
     return numel;
 }
 
-/* Creates a view of one parameter's padded part of the row. */
-static fc_status view_part(const fct_tensor *row, int64_t offset, int64_t numel, fct_tensor **out) {
-    return fct_tensor_alias_1d(row, numel, offset, out) == 0 ? FC_OK : FC_ERAISED;
+/* Creates a view of one parameter's padded part of the output. */
+static fc_status view_part(const fct_tensor *output, int64_t offset, int64_t numel,
+                           fct_tensor **out) {
+    return fct_tensor_alias_1d(output, numel, offset, out) == 0 ? FC_OK : FC_ERAISED;
 }
 
 /* Consecutive parameters with partial gradients that are slices of one buffer, at the distances of
- * the row. Two views, one of the buffer and one of the row, cover all of them. */
+ * the output. Two views, one of the buffer and one of the output, cover all of them. */
 typedef struct partial_run {
     size_t first, end;   /* parameters; without partial gradients if `partial` is NULL */
     fct_tensor *partial; /* partial gradient of parameter `first`; borrowed */
-    int64_t offset;      /* of parameter `first` in the row */
-    int64_t numel;       /* elements in the row, gaps between parameters included */
-    int64_t next;        /* offset of parameter `end` in the row */
+    int64_t offset;      /* of parameter `first` in the output */
+    int64_t numel;       /* elements in the output, gaps between parameters included */
+    int64_t next;        /* offset of parameter `end` in the output */
 } partial_run;
 
 /* Returns true if `partial` lies `distance` elements after `first`, in the same storage. */
@@ -170,7 +171,7 @@ static bool is_slice_after(const fct_tensor *first, const fct_tensor *partial, i
            b.offset_bytes - a.offset_bytes == distance * a.itemsize;
 }
 
-/* Returns the run that begins at parameter `first`, at `offset` in the row. A run has parameters
+/* Returns the run that begins at parameter `first`, at `offset` in the output. A run has parameters
  * with a gradient, or without, but not both. */
 static partial_run find_run(const fc_reduction *r, size_t first, int64_t offset) {
     partial_run run = {.first = first, .end = first, .offset = offset};
@@ -195,7 +196,7 @@ static partial_run find_run(const fc_reduction *r, size_t first, int64_t offset)
     return run;
 }
 
-/* Keeps the row's parts as the partial gradients of a run that has none. */
+/* Keeps the output's parts as the partial gradients of a run that has none. */
 static fc_status keep_parts(const fc_reduction *r, const partial_run *run) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
@@ -219,7 +220,7 @@ static void drop_partials(const fc_reduction *r) {
     }
 }
 
-bool fc_reduction_has_partial_row(const fc_reduction *r) {
+bool fc_reduction_has_partial_output(const fc_reduction *r) {
     if (!r->base->comm->has_streams || r->input == NULL || r->total == 0) {
         return false;
     }
@@ -232,7 +233,7 @@ bool fc_reduction_has_partial_row(const fc_reduction *r) {
     fct_tensor_facts(run.partial, &partial);
     fct_tensor_facts(r->input, &input);
     return partial.dtype == input.dtype && partial.contiguous && partial.offset_bytes == 0 &&
-           partial.storage_bytes == fc_reduction_row_numel(r) * partial.itemsize;
+           partial.storage_bytes == fc_reduction_output_numel(r) * partial.itemsize;
 }
 
 fc_status fc_reduction_use_input(fc_reduction *r) {
@@ -240,13 +241,13 @@ fc_status fc_reduction_use_input(fc_reduction *r) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
     fct_tensor *partial = NULL;
-    if (!fc_reduction_has_partial_row(r)) {
+    if (!fc_reduction_has_partial_output(r)) {
         r->output = r->input;
         fct_tensor_retain(r->output);
         return FC_OK;
     }
     const partial_run run = find_run(r, 0, 0);
-    FC_TRY(view_part(run.partial, 0, fc_reduction_row_numel(r), &r->output));
+    FC_TRY(view_part(run.partial, 0, fc_reduction_output_numel(r), &r->output));
     FC_TRY(view_part(run.partial, 0, run.numel, &partial));
     FC_TRY(view_part(r->input, 0, run.numel, &part));
     FC_TRY_RAISED(fct_tensor_add(partial, part));
@@ -258,9 +259,9 @@ done:
 }
 
 /* Appends one addition for the run to `sums` and `addends`. With keep_partial the partial gradients
- * are the sum, and the part of the row is added to them. Otherwise the part of the row is the sum,
- * and the partial gradients are added to it. If that part contains no gradients, copies the partial
- * gradients to it and appends nothing. */
+ * are the sum, and the part of the output is added to them. Otherwise the part of the output is the
+ * sum, and the partial gradients are added to it. If that part contains no gradients, copies the
+ * partial gradients to it and appends nothing. */
 static fc_status merge_run(const fc_reduction *r, const partial_run *run, size_t *count) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
@@ -351,15 +352,15 @@ done:
     return status;
 }
 
-/* Passes each parameter its view of the reduced row. `cast_views`: the row has the dtype of the
- * reduction, so each view is cast to the dtype of its gradient. */
-static fc_status distribute_gradients(fc_reduction *r, const fct_tensor *row, bool cast_views) {
+/* Passes each parameter its view of the reduced gradients. `cast_views`: `output` has the dtype of
+ * the reduction, so each view is cast to the dtype of its gradient. */
+static fc_status distribute_gradients(fc_reduction *r, const fct_tensor *output, bool cast_views) {
     fc_status status = FC_OK;
     fct_tensor *view = NULL;
     int64_t offset = 0;
     for (size_t i = 0; i < r->total; i++) {
         const fc_param *p = r->params[i];
-        FC_TRY_RAISED(fct_tensor_alias(row, p->ndim, p->local_sizes, p->strides, offset, &view));
+        FC_TRY_RAISED(fct_tensor_alias(output, p->ndim, p->local_sizes, p->strides, offset, &view));
         if (cast_views && fc_param_sharded_grad_dtype(p) != FCT_NO_DTYPE) {
             fct_tensor *cast = NULL;
             FC_TRY_RAISED(fct_tensor_cast(view, fc_param_sharded_grad_dtype(p), &cast));
@@ -380,7 +381,7 @@ done:
 void fc_reduction_set_label(const fc_reduction *r, size_t count, const fc_divide *divide,
                             fct_op_label *label) {
     const fc_label_params params = {r->base->params, r->base->count, r->params, count};
-    fc_label_set_reduction(label, r->base->comm, params, fc_reduction_row_numel(r), divide);
+    fc_label_set_reduction(label, r->base->comm, params, fc_reduction_output_numel(r), divide);
 }
 
 fc_status fc_reduction_wait(fc_reduction *r) {
@@ -391,8 +392,8 @@ fc_status fc_reduction_wait(fc_reduction *r) {
                                  r->all_reducing ? FC_ALL_REDUCE : FC_REDUCE_SCATTER, &r->work);
 }
 
-/* Adds the checksum of the row, which is equal on all replicas. On devices with streams, the
- * current stream reads the row. */
+/* Adds the checksum of the output, which is equal on all replicas. On devices with streams, the
+ * current stream reads the output. */
 static fc_status add_checksum(const fc_reduction *r) {
     fc_status status = FC_OK;
     fc_comm_ctx *c = r->base->comm;
@@ -405,11 +406,11 @@ static fc_status add_checksum(const fc_reduction *r) {
     const int64_t bytes = facts.numel * facts.itemsize;
     const bool is_readable = facts.data != NULL && fct_facts_hold(&facts, bytes);
     if (c->has_streams) {
-        const fck_range row = {.data = facts.data, .bytes = bytes, .factor = 1};
+        const fck_range range = {.data = facts.data, .bytes = bytes, .factor = 1};
         fc_device_sum sum = {0};
         if (is_readable && (uintptr_t)facts.data % sizeof(uint64_t) == 0) {
             FC_TRY(fc_device_checksums_take(&c->device_checksums, c->device, &sum));
-            FC_TRY(fc_device_checksums_add(c->device_checksums, &sum, &row, 1, &c->error));
+            FC_TRY(fc_device_checksums_add(c->device_checksums, &sum, &range, 1, &c->error));
         }
         fc_group_base_add_device_sum(r->base, &r->base->replicate, FC_ALL_REDUCE, &sum);
     } else {
@@ -425,7 +426,7 @@ done:
 fc_status fc_reduction_finish(fc_reduction *r) {
     assert(!r->finished && r->count <= r->total);
     fc_status status = FC_OK;
-    fct_tensor *row = NULL;
+    fct_tensor *result = NULL;
     fct_dtype grad_dtype = common_dtype(r);
     FC_TRY(fc_reduction_wait(r));
     if (r->all_reducing) {
@@ -447,22 +448,22 @@ fc_status fc_reduction_finish(fc_reduction *r) {
         FC_TRY_RAISED(fct_tensor_div(r->output, r->divide_after));
     }
     if (grad_dtype != FCT_NO_DTYPE) {
-        FC_TRY_RAISED(fct_tensor_cast(r->output, grad_dtype, &row));
+        FC_TRY_RAISED(fct_tensor_cast(r->output, grad_dtype, &result));
     } else {
-        row = r->output;
-        fct_tensor_retain(row);
+        result = r->output;
+        fct_tensor_retain(result);
     }
     if (!r->base->comm->has_streams ||
-        (row == r->output && grad_dtype != FCT_NO_DTYPE && !r->on_other_stream)) {
+        (result == r->output && grad_dtype != FCT_NO_DTYPE && !r->on_other_stream)) {
         fct_tensor_release(r->output);
         r->output = NULL;
     }
     fc_comm_leave_gil_scope(r->base->comm);
-    FC_TRY(distribute_gradients(r, row, grad_dtype == FCT_NO_DTYPE));
+    FC_TRY(distribute_gradients(r, result, grad_dtype == FCT_NO_DTYPE));
     r->finished = true;
 done:
     fc_comm_leave_gil_scope(r->base->comm);
-    fct_tensor_release(row);
+    fct_tensor_release(result);
     return status;
 }
 

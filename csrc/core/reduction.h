@@ -10,28 +10,28 @@
 #include "group_base.h"
 #include "label.h"
 
-/* Created on the heap for each reduction. The row has one part per parameter, in the order of
+/* Created on the heap for each reduction. The output has one part per parameter, in the order of
  * `params`. */
 typedef struct fc_reduction {
     /* borrowed; its owner calls fc_reduction_discard before it frees the group */
     fc_group_base *base;
-    fc_param **params;       /* [total] in the order of the row; allocated behind the struct */
+    fc_param **params;       /* [total] in the order of the output; allocated behind the struct */
     fct_tensor **sums;       /* [total] views that fc_reduction_merge_partials adds to */
     fct_tensor **addends;    /* [total] views that it adds; both are empty outside of it */
     size_t count;            /* parameters with a gradient */
-    int64_t align;           /* alignment of the row's parts, in elements; see fc_reduce_plan */
-    size_t total;            /* count, plus the parameters that only have a partial row */
+    int64_t align;           /* alignment of the output's parts, in elements; see fc_reduce_plan */
+    size_t total;            /* count, plus the parameters that only have a partial output */
     fct_tensor *input;       /* packed gradients of all ranks; NULL: no packed chunk */
     fct_stream input_stream; /* allocates and packs `input`; set on devices with streams */
-    fct_tensor *output;      /* this rank's row */
+    fct_tensor *output;      /* this rank's shard of the reduced gradients */
     fct_work *work;          /* collective in flight; NULL: none */
     bool all_reducing;       /* `work` is the all-reduce */
     /* End of the input's last use, on the reduce stream; on the all-reduce stream if the input of
-     * one rank is the row. */
+     * one rank is the output. */
     fct_event *input_done;
     double divide_after;
     bool has_hook;        /* callbacks->reduce_hook must be called */
-    bool on_other_stream; /* work after the reduce-scatter runs on another stream than the row's */
+    bool on_other_stream; /* work after the reduce-scatter runs on another stream than that */
     /* no all-reduce in this backward: parameters keep their parts in fc_param.partial */
     bool keep_partial;
     bool copies_to_host; /* copies of gradients to host memory are queued */
@@ -42,28 +42,28 @@ typedef struct fc_reduction {
 /* Allocates an empty reduction for up to `total` parameters. Stores the current stream: the
  * caller allocates the input on it. Returns NULL if malloc fails. */
 fc_reduction *fc_reduction_new(fc_group_base *base, size_t total);
-/* Returns the elements of the whole row, of all `total` parameters and the gaps between them. */
-int64_t fc_reduction_row_numel(const fc_reduction *r);
+/* Returns the elements of the whole output, of all `total` parameters and the gaps between them. */
+int64_t fc_reduction_output_numel(const fc_reduction *r);
 /* Writes the label of the collective over the first `count` parameters to *label. */
 void fc_reduction_set_label(const fc_reduction *r, size_t count, const fc_divide *divide,
                             fct_op_label *label);
 /* Waits for the collective in flight. With streams, only orders the current stream after the
  * collective. */
 FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
-/* Returns true if the partial gradients of all parameters are a buffer that was an earlier row,
- * with the layout of this row. Only with streams. */
-bool fc_reduction_has_partial_row(const fc_reduction *r);
-/* Sets the row of a group of one rank: the input. If fc_reduction_has_partial_row, that buffer is
- * the row, and the input is added to it. The gradients get memory of the reduce stream, like the
- * partial rows. */
+/* Returns true if the partial gradients of all parameters are a buffer that was an earlier output,
+ * with the layout of this output. Only with streams. */
+bool fc_reduction_has_partial_output(const fc_reduction *r);
+/* Sets the output of a group of one rank: the input. If fc_reduction_has_partial_output, that
+ * buffer is the output, and the input is added to it. The gradients get memory of the reduce
+ * stream, like the partial outputs. */
 FC_CHECK fc_status fc_reduction_use_input(fc_reduction *r);
-/* Adds the partial rows of earlier backwards to the row and clears the partial rows. With
- * keep_partial, adds the row's parts to the partial rows instead. All additions are one operation.
- */
+/* Adds the partial outputs of earlier backwards to the output and clears the partial outputs. With
+ * keep_partial, adds the output's parts to the partial outputs instead. All additions are one
+ * operation. */
 FC_CHECK fc_status fc_reduction_merge_partials(fc_reduction *r);
 /* Waits for the collective, scales, casts and passes each parameter its gradient. r->output stays
- * set if another stream uses the row, or if a cast of the row was queued. If a gradient is added to
- * an existing .grad, its view is released at once. */
+ * set if another stream uses the output, or if a cast of the output was queued. If a gradient is
+ * added to an existing .grad, its view is released at once. */
 FC_CHECK fc_status fc_reduction_finish(fc_reduction *r);
 /* Returns true if user code must run on the result before backward continues. A hook may issue
  * collectives, so the hook must run at the same point on all ranks. A poll completes at different

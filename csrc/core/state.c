@@ -225,7 +225,7 @@ static fc_status end_backward_in_comm(fc_comm_ctx *c, bool last) {
         prune_order(&c->order);
     }
     fc_status status = last || !c->has_streams ? fc_reduction_recycle(c, 0) : FC_OK;
-    return status == FC_OK && last ? fc_comm_release_rows(c) : status;
+    return status == FC_OK && last ? fc_comm_release_outputs(c) : status;
 }
 
 /* Removes groups without an outstanding backward from the order, so that the next backward does not
@@ -243,7 +243,7 @@ static fc_status reset_comm(fc_comm_ctx *c, bool after) {
         return fc_comm_quiesce(c);
     }
     prune_order(&c->order);
-    fc_status status = fc_comm_release_rows(c);
+    fc_status status = fc_comm_release_outputs(c);
     return status == FC_OK ? fc_comm_release_kept(c) : status;
 }
 
@@ -348,7 +348,7 @@ fc_status fc_iteration_finalize(fc_iteration *it) {
             if (!g->deferred || !g->settings.reduce_grads) {
                 continue;
             }
-            /* the partial rows must be in fc_param.partial before post_backward */
+            /* the partial outputs must be in fc_param.partial before post_backward */
             if (fc_group_base_is_replicated(&g->base)) {
                 FC_TRY(fc_reduction_recycle(g->base.comm, 0));
             }

@@ -87,8 +87,8 @@ static bool fits_kernel(const fc_gather_plan *plan, const fck_segment *s) {
             (uintptr_t)s->dst % (uintptr_t)fc_dtype_size(s->dst_dtype) == 0);
 }
 
-/* Returns true if kernels can process all segments. Alignment is checked only for rows of several
- * dtypes, because all other rows are aligned to the element size. */
+/* Returns true if kernels can process all segments. Alignment is checked only for plans of several
+ * dtypes, because in all other plans slots are aligned to the element size. */
 static bool all_fit_kernels(const fc_gather_plan *plan, const fck_segment *segments) {
     bool fit = plan->native;
     for (size_t i = 0; fit && plan->dtype == FCK_UINT8 && i < plan->count; i++) {
@@ -278,19 +278,19 @@ done:
     return status;
 }
 
-/* Adds one slot of all rows to the checksum, and copies it if its rows are contiguous in the
- * output. Sets *copied. `rows`: the gathered parts, of `part` bytes each. */
-static const char *checksum_slot(const fc_gather_plan *plan, size_t slot, const fck_column *column,
-                                 const char *rows, int64_t part, int64_t rank,
+/* Adds one slot of all ranks to the checksum, and copies it if each rank's data is contiguous in
+ * the output. Sets *copied. `gathered`: the parts of all ranks, of `part` bytes each. */
+static const char *checksum_slot(const fc_gather_plan *plan, size_t slot, const fck_slot *copy,
+                                 const char *gathered, int64_t part, int64_t rank,
                                  const fck_backend *kernels, fc_checksum *checksum, bool *copied) {
     const char *failure = NULL;
-    const int64_t bytes = column->bytes * column->blocks;
-    *copied = column->blocks == 1;
-    for (int64_t row = 0; failure == NULL && row < plan->world; row++) {
-        const char *data = rows + row * part + column->offset;
-        const fc_checksum_row of = {row, row == rank};
-        char *to = *copied ? (char *)column->dst + row * bytes : NULL;
-        failure = fc_checksum_add(checksum, slot, of, data, bytes, to, kernels);
+    const int64_t bytes = copy->bytes * copy->blocks;
+    *copied = copy->blocks == 1;
+    for (int64_t r = 0; failure == NULL && r < plan->world; r++) {
+        const char *data = gathered + r * part + copy->offset;
+        const fc_checksum_shard shard = {r, r == rank};
+        char *to = *copied ? (char *)copy->dst + r * bytes : NULL;
+        failure = fc_checksum_add(checksum, slot, shard, data, bytes, to, kernels);
     }
     return failure;
 }
@@ -313,8 +313,8 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
         return fc_foreach_unpack(&t->foreach, plan, params, buffer, source.offset_bytes,
                                  source.device);
     }
-    FC_TRY(reserve(t, plan->count, sizeof(fck_column)));
-    fck_column *columns = (fck_column *)t->descriptors;
+    FC_TRY(reserve(t, plan->count, sizeof(fck_slot)));
+    fck_slot *copies = (fck_slot *)t->descriptors;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         if (slot->chunk != chunk) {
@@ -324,11 +324,11 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
         int64_t bytes = slot->outer > 0 ? slot->numel / slot->outer * itemsize : 0;
         FC_TRY(read_buffer_facts(fc_slot_output(slot, params), plan->world * slot->numel * itemsize,
                                  &target, err));
-        columns[count] = (fck_column){
+        copies[count] = (fck_slot){
             .dst = target.data, .offset = slot->offset, .bytes = bytes, .blocks = slot->outer};
         bool copied = false;
         if (checksum != NULL) {
-            failure = checksum_slot(plan, i, &columns[count], (const char *)source.data, part, rank,
+            failure = checksum_slot(plan, i, &copies[count], (const char *)source.data, part, rank,
                                     kernels, checksum, &copied);
         }
         if (failure != NULL) {
@@ -337,7 +337,7 @@ fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan, fc_para
         count += copied ? 0 : 1;
     }
     FC_TRY(begin_launch(source.device, &l));
-    failure = kernels->unpack(source.data, part, plan->world, columns, count, l.stream);
+    failure = kernels->unpack(source.data, part, plan->world, copies, count, l.stream);
     FC_TRY(end_launch(&l, failure, err));
 done:
     return status;

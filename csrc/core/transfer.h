@@ -18,7 +18,7 @@ typedef struct fc_transfer {
 
 void fc_transfer_fini(fc_transfer *t);
 
-/* Casts the inputs and packs them into part `rank` of each chunk. Adds this rank's row to the
+/* Casts the inputs and packs them into part `rank` of each chunk. Adds this rank's shard to the
  * checksum; NULL: none. */
 FC_CHECK fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan,
                                     fc_param *const *params, fct_tensor *const *chunks,

@@ -350,12 +350,12 @@ int fct_foreach_add(fct_tensor *const *dst, fct_tensor *const *src, size_t count
     return 0;
 }
 
-int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *const *out,
+int fct_split_copy(const fct_tensor *src, const int64_t *sizes, fct_tensor *const *out,
                    size_t count) {
     (void)sizes;
     (void)out;
     (void)count;
-    fcd_append_event(FCD_UNPACK, -1, 0, bytes_of(rows), NULL);
+    fcd_append_event(FCD_UNPACK, -1, 0, bytes_of(src), NULL);
     return 0;
 }
 

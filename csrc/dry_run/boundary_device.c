@@ -195,7 +195,7 @@ bool fct_work_is_cpu_bound(const fct_work *work) {
     return false;
 }
 
-bool fct_work_row_checksum(const fct_work *work, size_t run, int64_t rank, uint64_t *checksum) {
+bool fct_work_rank_checksum(const fct_work *work, size_t run, int64_t rank, uint64_t *checksum) {
     (void)work, (void)run, (void)rank, (void)checksum;
     return false;
 }
@@ -251,9 +251,9 @@ int fct_agree_await(fct_pg *pg, fct_difference *difference) {
     return 0;
 }
 
-bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
+bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t rank_bytes) {
     (void)pg;
-    (void)row_bytes;
+    (void)rank_bytes;
     return false;
 }
 
@@ -495,26 +495,28 @@ static const char *pack(const fck_segment *segments, size_t count, void *stream)
     return NULL;
 }
 
-static const char *unpack(const void *rows, int64_t row_bytes, int64_t world,
-                          const fck_column *columns, size_t count, void *stream) {
+static const char *unpack(const void *gathered, int64_t rank_bytes, int64_t world,
+                          const fck_slot *slots, size_t count, void *stream) {
     int64_t bytes = 0;
-    (void)rows;
-    (void)row_bytes;
+    (void)gathered;
+    (void)rank_bytes;
     (void)stream;
     for (size_t i = 0; i < count; i++) {
-        bytes += world * columns[i].blocks * columns[i].bytes;
+        bytes += world * slots[i].blocks * slots[i].bytes;
     }
     fcd_append_event(FCD_UNPACK, -1, 0, bytes, NULL);
     return NULL;
 }
 
 static const char *pack_gradients(const fck_gradient *gradients, size_t count, int64_t world,
-                                  void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream) {
+                                  void *dst, int64_t rank_numel, fck_dtype dst_dtype,
+                                  void *stream) {
     (void)gradients;
     (void)count;
     (void)dst;
     (void)stream;
-    fcd_append_event(FCD_PACK_GRADIENTS, -1, 0, world * row_numel * fc_dtype_size(dst_dtype), NULL);
+    fcd_append_event(FCD_PACK_GRADIENTS, -1, 0, world * rank_numel * fc_dtype_size(dst_dtype),
+                     NULL);
     return NULL;
 }
 

@@ -27,20 +27,20 @@ constexpr size_t LARGE_ARGUMENT_BYTES = 32764;
 constexpr int BATCH_JOBS = 78;
 constexpr int LARGE_BATCH_JOBS = 629;
 
-/* One copy between a buffer of rows (one row per rank) and a tensor of `blocks` contiguous blocks.
- * A parameter that is sharded on dim 0 has one block; see fck_gradient. A line is the part that
- * row r and block b share. In block b the line has the items [r * chunk, min((r + 1) * chunk,
- * numel)). In row r the line has the `chunk` items from b * chunk on. Items of the row beyond the
+/* One copy between a buffer of rank shards and a tensor of `blocks` contiguous blocks. A parameter
+ * that is sharded on dim 0 has one block; see fck_gradient. A line is the part that rank shard r
+ * and block b share. In block b the line has the items [r * chunk, min((r + 1) * chunk, numel)). In
+ * rank shard r the line has the `chunk` items from b * chunk on. Items of the rank shard beyond the
  * end of the block are set to zero.
  *
- * Blocks are contiguous; rows are `pitch` bytes apart. line_batch_of::from_rows selects the source.
- * An item is one byte of a move or one element of a conversion. */
+ * Blocks are contiguous; rank shards are `pitch` bytes apart. line_batch_of::from_rank_shards
+ * selects the source. An item is one byte of a move or one element of a conversion. */
 struct line_job {
     const unsigned char *src;
     unsigned char *dst;
     int64_t numel;  /* items of one block */
-    int64_t chunk;  /* items of one line in a row; not a chunk of core/plan.h */
-    uint32_t lines; /* rows * blocks */
+    int64_t chunk;  /* items of one line in a rank shard; not a chunk of core/plan.h */
+    uint32_t lines; /* world * blocks */
     fck_cut cut;    /* division into tiles; see index.h */
     int8_t src_dtype;
     int8_t dst_dtype;
@@ -57,11 +57,11 @@ FCK_FN int64_t tile_items(int src_shift, int dst_shift) {
 template <int JOBS> struct line_batch_of {
     line_job job[JOBS];
     uint32_t first[JOBS];
-    int64_t pitch; /* bytes from one row to the next */
-    uint32_t rows;
+    int64_t pitch; /* bytes from one rank shard to the next */
+    uint32_t world;
     int32_t count;
     uint32_t tiles;
-    bool from_rows;
+    bool from_rank_shards;
 };
 using line_batch = line_batch_of<BATCH_JOBS>;
 using large_line_batch = line_batch_of<LARGE_BATCH_JOBS>;

@@ -1,11 +1,11 @@
-/* Index arithmetic of the kernels: which elements of a gradient belong to which row, and how work
+/* Index arithmetic of the kernels: which elements of a gradient belong to which rank, and how work
  * is divided into tiles. The CPU loops and the CUDA grid share this code, so one set of tests
  * covers both.
  *
- * A job has `lines` lines of `items` items each. A line is the part that one row and one block
- * share (batch.cuh). Lines longer than `tile_items` are divided into tiles of at most `tile_items`
- * items. Shorter lines share a tile, as many as fit, so that many small shards do not make a grid
- * of nearly empty blocks. Every (line, item) belongs to exactly one tile.
+ * A job has `lines` lines of `items` items each. A line is the part that one rank shard and one
+ * block share (batch.cuh). Lines longer than `tile_items` are divided into tiles of at most
+ * `tile_items` items. Shorter lines share a tile, as many as fit, so that many small shards do not
+ * make a grid of nearly empty blocks. Every (line, item) belongs to exactly one tile.
  *
  * Lines and tiles are counted in 32 bits, so that the device code needs no 64-bit division for
  * them. All other sizes are int64. Callers have checked that every extent fits its storage, so no
@@ -81,10 +81,10 @@ FCK_FN int64_t fck_target_size(const fck_gradient *gradient, fck_dtype dst_dtype
     return gradient->src_dtype == dst_dtype ? gradient->itemsize : fck_float_size(dst_dtype);
 }
 
-/* Returns how many of the `chunk` slots of `row` hold elements of a gradient of `numel` elements.
- * The other slots are padding. */
-FCK_FN int64_t fck_row_filled(int64_t numel, int64_t chunk, int64_t row) {
-    return fck_min(fck_max(numel - row * chunk, 0), chunk);
+/* Returns how many of the `chunk` elements of `rank` are elements of a gradient of `numel`
+ * elements. The others are padding. */
+FCK_FN int64_t fck_rank_filled(int64_t numel, int64_t chunk, int64_t rank) {
+    return fck_min(fck_max(numel - rank * chunk, 0), chunk);
 }
 
 /* Divides a job whose lines have `items` items. items >= 1, tile_items <= FCK_TILE_BYTES. `threads`

@@ -1,6 +1,7 @@
-/* The foreach kernels: pack shards into an all-gather buffer, unpack gathered rows into parameters,
- * pack gradients into a reduce-scatter buffer. A row is one rank's part of such a buffer. Kernels
- * take raw pointers and a stream handle; they use neither torch nor Python.
+/* The foreach kernels: pack shards into an all-gather buffer, unpack gathered shards into
+ * parameters, pack gradients into a reduce-scatter buffer. A rank shard is one rank's part of such
+ * a buffer. Rank shards follow each other in the order of ranks. Kernels take raw pointers and a
+ * stream handle; they use neither torch nor Python.
  *
  * The caller owns all memory and has checked all extents (offset + extent <= storage bytes). CPU
  * kernels keep no pointer after they return. CUDA kernels use the memory until the work queued on
@@ -42,21 +43,21 @@ typedef struct fck_segment {
     fck_dtype dst_dtype;
 } fck_segment;
 
-/* One parameter to unpack. For every row r in [0, world) and block b in [0, blocks), the kernel
- * copies `bytes` bytes. Source: rows + r*row_bytes + offset + b*bytes. Destination: dst + (b*world
- * + r)*bytes. A parameter that is sharded on dim 0 has one block. */
-typedef struct fck_column {
+/* One parameter to unpack. For every rank r in [0, world) and block b in [0, blocks), the kernel
+ * copies `bytes` bytes. Source: gathered + r*rank_bytes + offset + b*bytes. Destination: dst +
+ * (b*world + r)*bytes. A parameter that is sharded on dim 0 has one block. */
+typedef struct fck_slot {
     void *dst;
     int64_t offset;
     int64_t bytes;
     int64_t blocks;
-} fck_column;
+} fck_slot;
 
 /* One gradient to pack for a reduce-scatter: `blocks` contiguous blocks of `numel` elements of
- * `src_dtype`. Row r of the destination receives elements [r*chunk, min((r+1)*chunk, numel)) of
- * block b, cast to the destination type. These elements start at element `offset` + b*chunk of that
- * row. The kernel fills the rest of the `chunk` slots with zeros. `itemsize` is as in fck_segment.
- */
+ * `src_dtype`. Rank shard r of the destination receives elements [r*chunk, min((r+1)*chunk, numel))
+ * of block b, cast to the destination type. These elements start at element `offset` + b*chunk of
+ * that rank shard. The kernel fills the rest of the `chunk` elements with zeros. `itemsize` is as
+ * in fck_segment. */
 typedef struct fck_gradient {
     const void *src;
     int64_t numel;
@@ -86,11 +87,11 @@ enum { FCK_CHECKSUM_PIECE = 1 << 16 };
 typedef struct fck_backend {
     const char *name;
     const char *(*pack)(const fck_segment *segments, size_t count, void *stream);
-    const char *(*unpack)(const void *rows, int64_t row_bytes, int64_t world,
-                          const fck_column *columns, size_t count, void *stream);
-    /* dst holds world rows of `row_numel` elements of dst_dtype. */
+    const char *(*unpack)(const void *gathered, int64_t rank_bytes, int64_t world,
+                          const fck_slot *slots, size_t count, void *stream);
+    /* dst holds world rank shards of `rank_numel` elements of dst_dtype. */
     const char *(*pack_gradients)(const fck_gradient *gradients, size_t count, int64_t world,
-                                  void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream);
+                                  void *dst, int64_t rank_numel, fck_dtype dst_dtype, void *stream);
     /* Returns 1 if elements of `src` can be packed as `dst`. Returns 1 for equal types. */
     int (*can_cast)(fck_dtype src, fck_dtype dst);
     /* fck_checksum (checksum.h). NULL: the host cannot read the memory of the device. */
@@ -114,10 +115,10 @@ enum { FCK_DEVICE_CPU = 0, FCK_DEVICE_CUDA = 1 };
 /* Returns the kernels for a device of torch's type `device_type`, or NULL if there are none.
  * Callers then use torch's multi-tensor operations. */
 const fck_backend *fck_backend_of(int device_type);
-/* Returns the alignment of slots and rows in bytes, on devices of torch's type `device_type`. On
- * CUDA the alignment is the largest vector load of a thread. The alignment does not depend on the
- * available kernels. */
-static inline int64_t fck_row_alignment(int device_type) {
+/* Returns the alignment of slots and rank shards in bytes, on devices of torch's type
+ * `device_type`. On CUDA the alignment is the largest vector load of a thread. The alignment does
+ * not depend on the available kernels. */
+static inline int64_t fck_slot_alignment(int device_type) {
     return device_type == FCK_DEVICE_CUDA ? 16 : 1;
 }
 

@@ -77,14 +77,15 @@ static const char *cpu_pack(const fck_segment *segments, size_t count, void *str
     return NULL;
 }
 
-/* The outer loop is over rows, so that the gathered buffer is read sequentially. */
-static const char *cpu_unpack(const void *rows, int64_t row_bytes, int64_t world,
-                              const fck_column *columns, size_t count, void *stream) {
+/* The outer loop is over ranks, so that the gathered buffer is read sequentially. */
+static const char *cpu_unpack(const void *gathered, int64_t rank_bytes, int64_t world,
+                              const fck_slot *slots, size_t count, void *stream) {
     (void)stream;
     for (int64_t r = 0; r < world; r++) {
         for (size_t i = 0; i < count; i++) {
-            const fck_column *c = &columns[i];
-            const unsigned char *from = (const unsigned char *)rows + r * row_bytes + c->offset;
+            const fck_slot *c = &slots[i];
+            const unsigned char *from =
+                (const unsigned char *)gathered + r * rank_bytes + c->offset;
             unsigned char *to = (unsigned char *)c->dst;
             for (int64_t b = 0; c->bytes > 0 && b < c->blocks; b++) {
                 memcpy(to + (b * world + r) * c->bytes, from + b * c->bytes, (size_t)c->bytes);
@@ -94,24 +95,24 @@ static const char *cpu_unpack(const void *rows, int64_t row_bytes, int64_t world
     return NULL;
 }
 
-/* Writes the `chunk` slots of one row and block of a gradient, from `slots` on. */
-static void pack_gradient_row(const fck_loops *loops, const fck_gradient *g, int64_t row,
-                              int64_t block, unsigned char *slots, fck_dtype dst_dtype,
-                              int64_t dst_size) {
-    const int64_t filled = fck_row_filled(g->numel, g->chunk, row);
+/* Writes the `chunk` elements of one rank and block of a gradient to `dst`. */
+static void pack_gradient_block(const fck_loops *loops, const fck_gradient *g, int64_t rank,
+                                int64_t block, unsigned char *dst, fck_dtype dst_dtype,
+                                int64_t dst_size) {
+    const int64_t filled = fck_rank_filled(g->numel, g->chunk, rank);
     if (filled > 0) {
         const unsigned char *src =
-            (const unsigned char *)g->src + (block * g->numel + row * g->chunk) * g->itemsize;
-        copy_elements(loops, src, g->src_dtype, slots, dst_dtype, g->itemsize, filled);
+            (const unsigned char *)g->src + (block * g->numel + rank * g->chunk) * g->itemsize;
+        copy_elements(loops, src, g->src_dtype, dst, dst_dtype, g->itemsize, filled);
     }
     if (filled < g->chunk) {
         /* Zero is all zero bytes in every dtype of torch. */
-        memset(slots + filled * dst_size, 0, (size_t)((g->chunk - filled) * dst_size));
+        memset(dst + filled * dst_size, 0, (size_t)((g->chunk - filled) * dst_size));
     }
 }
 
 static const char *cpu_pack_gradients(const fck_gradient *gradients, size_t count, int64_t world,
-                                      void *dst, int64_t row_numel, fck_dtype dst_dtype,
+                                      void *dst, int64_t rank_numel, fck_dtype dst_dtype,
                                       void *stream) {
     (void)stream;
     for (size_t i = 0; i < count; i++) {
@@ -127,9 +128,9 @@ static const char *cpu_pack_gradients(const fck_gradient *gradients, size_t coun
                 continue;
             }
             const int64_t dst_size = fck_target_size(g, dst_dtype);
-            unsigned char *slots = (unsigned char *)dst + (r * row_numel + g->offset) * dst_size;
-            for (int64_t b = 0; b < g->blocks; b++, slots += g->chunk * dst_size) {
-                pack_gradient_row(loops, g, r, b, slots, dst_dtype, dst_size);
+            unsigned char *to = (unsigned char *)dst + (r * rank_numel + g->offset) * dst_size;
+            for (int64_t b = 0; b < g->blocks; b++, to += g->chunk * dst_size) {
+                pack_gradient_block(loops, g, r, b, to, dst_dtype, dst_size);
             }
         }
     }

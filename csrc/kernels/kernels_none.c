@@ -13,25 +13,25 @@ static const char *none_pack(const fck_segment *segments, size_t count, void *st
     return not_built;
 }
 
-static const char *none_unpack(const void *rows, int64_t row_bytes, int64_t world,
-                               const fck_column *columns, size_t count, void *stream) {
-    (void)rows;
-    (void)row_bytes;
+static const char *none_unpack(const void *gathered, int64_t rank_bytes, int64_t world,
+                               const fck_slot *slots, size_t count, void *stream) {
+    (void)gathered;
+    (void)rank_bytes;
     (void)world;
-    (void)columns;
+    (void)slots;
     (void)count;
     (void)stream;
     return not_built;
 }
 
 static const char *none_pack_gradients(const fck_gradient *gradients, size_t count, int64_t world,
-                                       void *dst, int64_t row_numel, fck_dtype dst_dtype,
+                                       void *dst, int64_t rank_numel, fck_dtype dst_dtype,
                                        void *stream) {
     (void)gradients;
     (void)count;
     (void)world;
     (void)dst;
-    (void)row_numel;
+    (void)rank_numel;
     (void)dst_dtype;
     (void)stream;
     return not_built;

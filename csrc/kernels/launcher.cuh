@@ -39,18 +39,18 @@ std::atomic<bool> large_rejected;
 std::atomic<bool> small_launched[2];
 
 /* Collects jobs and launches a batch whenever it is full. All jobs of a launcher have the same
- * number of rows, the same pitch and the same direction. */
+ * number of ranks, the same pitch and the same direction. */
 class launcher {
   public:
-    launcher(int64_t rows, int64_t pitch, bool from_rows, void *stream) : stream_(stream) {
-        batch_.rows = static_cast<uint32_t>(rows);
+    launcher(int64_t world, int64_t pitch, bool from_rank_shards, void *stream) : stream_(stream) {
+        batch_.world = static_cast<uint32_t>(world);
         batch_.pitch = pitch;
-        batch_.from_rows = from_rows;
+        batch_.from_rank_shards = from_rank_shards;
         clear();
     }
 
     const char *add(line_job job, int64_t blocks) {
-        const int64_t lines = batch_.rows * blocks;
+        const int64_t lines = batch_.world * blocks;
         if (job.chunk <= 0 || lines <= 0) {
             return nullptr;
         }
@@ -113,8 +113,8 @@ class launcher {
         const int32_t end = begin + BATCH_JOBS < batch_.count ? begin + BATCH_JOBS : batch_.count;
         line_batch part;
         part.pitch = batch_.pitch;
-        part.rows = batch_.rows;
-        part.from_rows = batch_.from_rows;
+        part.world = batch_.world;
+        part.from_rank_shards = batch_.from_rank_shards;
         part.count = end - begin;
         part.tiles = (end < batch_.count ? batch_.first[end] : batch_.tiles) - batch_.first[begin];
         for (int32_t i = begin; i < end; i++) {
@@ -202,12 +202,12 @@ const char *gpu_pack(const fck_segment *segments, size_t count, void *stream) {
     return queue.flush();
 }
 
-const char *gpu_unpack(const void *rows, int64_t row_bytes, int64_t world,
-                       const fck_column *columns, size_t count, void *stream) {
-    launcher queue(world, row_bytes, true, stream);
+const char *gpu_unpack(const void *gathered, int64_t rank_bytes, int64_t world,
+                       const fck_slot *slots, size_t count, void *stream) {
+    launcher queue(world, rank_bytes, true, stream);
     for (size_t i = 0; i < count; i++) {
-        const fck_column &c = columns[i];
-        const unsigned char *src = static_cast<const unsigned char *>(rows) + c.offset;
+        const fck_slot &c = slots[i];
+        const unsigned char *src = static_cast<const unsigned char *>(gathered) + c.offset;
         const line_job job = move_job(src, c.dst, world * c.bytes, c.bytes);
         if (const char *failure = queue.add(job, c.blocks)) {
             return failure;
@@ -226,7 +226,7 @@ line_job gradient_job(const fck_gradient &g, unsigned char *dst, fck_dtype dst_d
 }
 
 const char *gpu_pack_gradients(const fck_gradient *gradients, size_t count, int64_t world,
-                               void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream) {
+                               void *dst, int64_t rank_numel, fck_dtype dst_dtype, void *stream) {
     for (size_t i = 0; i < count; i++) {
         const fck_gradient &g = gradients[i];
         if (const char *reason = check_copy(g.src, g.src_dtype, dst, dst_dtype)) {
@@ -235,7 +235,7 @@ const char *gpu_pack_gradients(const fck_gradient *gradients, size_t count, int6
     }
     /* The size of a destination element is equal for all gradients. */
     const int64_t size = count > 0 ? fck_target_size(&gradients[0], dst_dtype) : 0;
-    launcher queue(world, row_numel * size, false, stream);
+    launcher queue(world, rank_numel * size, false, stream);
     for (size_t i = 0; i < count; i++) {
         const fck_gradient &g = gradients[i];
         const line_job job = gradient_job(g, static_cast<unsigned char *>(dst), dst_dtype);

@@ -300,20 +300,21 @@ template <bool CASTS, class Batch> __device__ inline void copy_lines(const Batch
 
     for (uint32_t line = tile.first_line + (thread >> job.cut.team_bits); line < tile.last_line;
          line += THREADS >> job.cut.team_bits) {
-        const uint32_t block = line / batch.rows;
-        const int64_t row = line - block * batch.rows;
-        const int64_t in_blocks = block * job.numel + row * job.chunk + tile.begin;
-        const int64_t in_row = block * job.chunk + tile.begin;
-        const int64_t filled = fck_row_filled(job.numel, job.chunk, row);
+        const uint32_t block = line / batch.world;
+        const int64_t rank = line - block * batch.world;
+        const int64_t in_blocks = block * job.numel + rank * job.chunk + tile.begin;
+        const int64_t in_rank_shard = block * job.chunk + tile.begin;
+        const int64_t filled = fck_rank_filled(job.numel, job.chunk, rank);
         const int count = static_cast<int>(fck_max(fck_min(filled, tile.end) - tile.begin, 0));
         const int items = static_cast<int>(tile.end - tile.begin);
         unsigned char *dst =
-            job.dst +
-            (batch.from_rows ? in_blocks << dst_shift : row * batch.pitch + (in_row << dst_shift));
+            job.dst + (batch.from_rank_shards ? in_blocks << dst_shift
+                                              : rank * batch.pitch + (in_rank_shard << dst_shift));
         if (count > 0) {
             const unsigned char *src =
-                job.src + (batch.from_rows ? row * batch.pitch + (in_row << src_shift)
-                                           : in_blocks << src_shift);
+                job.src + (batch.from_rank_shards
+                               ? rank * batch.pitch + (in_rank_shard << src_shift)
+                               : in_blocks << src_shift);
             if (!CASTS || job.src_dtype == job.dst_dtype) {
                 move_bytes(src, dst, count, t);
             } else {

@@ -9,10 +9,10 @@
 int fck_ring_supports(fck_dtype dtype);
 
 /* Computes `count` elements of gloo's ring all-reduce over a buffer of `total` elements, from
- * element `first` on, bit for bit. The array `rows` has one pointer per rank of `world` (at least
- * 2), to these elements of that rank. `out` may be one of the rows and overlaps no other.
+ * element `first` on, bit for bit. The array `inputs` has one pointer per rank of `world` (at least
+ * 2), to these elements of that rank. `out` may be one of the inputs and overlaps no other.
  * Preconditions: fck_ring_supports(dtype) is 1, and the elements lie within `total`. */
-void fck_ring_sum(fck_dtype dtype, void *out, const void *const *rows, int64_t world, int64_t total,
-                  int64_t first, int64_t count);
+void fck_ring_sum(fck_dtype dtype, void *out, const void *const *inputs, int64_t world,
+                  int64_t total, int64_t first, int64_t count);
 
 #endif

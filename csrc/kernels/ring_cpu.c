@@ -23,17 +23,17 @@ enum {
     VECTOR_BYTES = 16,       /* fits in one register of every supported processor */
 };
 
-/* Adds `bytes` bytes of a rank's own elements (`row`) to the received elements (`sum`). If both are
- * NaN, the result is the rank's own NaN, as in gloo. The loop adds that NaN to itself, because
+/* Adds `bytes` bytes of a rank's own elements (`input`) to the received elements (`sum`). If both
+ * are NaN, the result is the rank's own NaN, as in gloo. The loop adds that NaN to itself, because
  * compilers may swap the operands of an addition. */
-typedef void (*add_loop)(void *sum, const void *row, int64_t bytes);
+typedef void (*add_loop)(void *sum, const void *input, int64_t bytes);
 
 #define ADD_LOOP(name, type, bits)                                                                 \
-    static void name(void *sum, const void *row, int64_t bytes) {                                  \
+    static void name(void *sum, const void *input, int64_t bytes) {                                \
         typedef type vector __attribute__((vector_size(VECTOR_BYTES)));                            \
         typedef bits mask __attribute__((vector_size(VECTOR_BYTES)));                              \
         unsigned char *to = (unsigned char *)sum;                                                  \
-        const unsigned char *from = (const unsigned char *)row;                                    \
+        const unsigned char *from = (const unsigned char *)input;                                  \
         int64_t i = 0;                                                                             \
         for (; i + VECTOR_BYTES <= bytes; i += VECTOR_BYTES) {                                     \
             vector received, own;                                                                  \
@@ -56,11 +56,11 @@ ADD_LOOP(add_floats, float, int32_t)
 ADD_LOOP(add_doubles, double, int64_t)
 
 /* Adds elements of a 16-bit type in float and rounds the sums to the type. */
-static void add_through_float(fck_loop_type type, void *sum, const void *row, int64_t bytes) {
+static void add_through_float(fck_loop_type type, void *sum, const void *input, int64_t bytes) {
     const fck_loops *loops = fck_loops_best();
     float received[TILE_BYTES / 2], own[TILE_BYTES / 2];
     loops->to_float[type](sum, received, bytes / 2);
-    loops->to_float[type](row, own, bytes / 2);
+    loops->to_float[type](input, own, bytes / 2);
     add_floats(received, own, bytes * 2);
     loops->from_float[type](received, sum, bytes / 2);
 }
@@ -79,13 +79,13 @@ static void rewrite_nans(void *sum, int64_t bytes, uint16_t infinity, uint16_t k
     }
 }
 
-static void add_halves(void *sum, const void *row, int64_t bytes) {
-    add_through_float(FCK_LOOP_HALF, sum, row, bytes);
+static void add_halves(void *sum, const void *input, int64_t bytes) {
+    add_through_float(FCK_LOOP_HALF, sum, input, bytes);
     rewrite_nans(sum, bytes, 0x7c00, 0x8000, 0x7e00);
 }
 
-static void add_bfloat16(void *sum, const void *row, int64_t bytes) {
-    add_through_float(FCK_LOOP_BFLOAT16, sum, row, bytes);
+static void add_bfloat16(void *sum, const void *input, int64_t bytes) {
+    add_through_float(FCK_LOOP_BFLOAT16, sum, input, bytes);
     rewrite_nans(sum, bytes, 0x7f80, 0, 0x7fc0);
 }
 
@@ -118,7 +118,7 @@ static int64_t block_elements(int64_t total, int64_t size, int64_t world) {
 }
 
 /* Sums `bytes` bytes from byte `offset` on, tile by tile. All bytes belong to block `block`. */
-static void sum_block(fck_dtype dtype, unsigned char *out, const void *const *rows, int64_t world,
+static void sum_block(fck_dtype dtype, unsigned char *out, const void *const *inputs, int64_t world,
                       int64_t block, int64_t offset, int64_t bytes) {
     const add_loop add = select_loop(dtype);
     unsigned char sum[TILE_BYTES];
@@ -126,26 +126,26 @@ static void sum_block(fck_dtype dtype, unsigned char *out, const void *const *ro
         const int64_t tile = fck_min(bytes - done, TILE_BYTES);
         for (int64_t hop = 1; hop <= world; hop++) {
             const int64_t rank = (block + world - hop) % world;
-            const unsigned char *row = (const unsigned char *)rows[rank] + offset + done;
+            const unsigned char *input = (const unsigned char *)inputs[rank] + offset + done;
             if (hop == 1) {
-                memcpy(sum, row, (size_t)tile);
+                memcpy(sum, input, (size_t)tile);
             } else {
-                add(sum, row, tile);
+                add(sum, input, tile);
             }
         }
         memcpy(out + offset + done, sum, (size_t)tile);
     }
 }
 
-void fck_ring_sum(fck_dtype dtype, void *out, const void *const *rows, int64_t world, int64_t total,
-                  int64_t first, int64_t count) {
+void fck_ring_sum(fck_dtype dtype, void *out, const void *const *inputs, int64_t world,
+                  int64_t total, int64_t first, int64_t count) {
     assert(fck_ring_supports(dtype) && world > 1 && first >= 0 && first + count <= total);
     const int64_t size = fck_float_size(dtype);
     const int64_t elements = block_elements(total, size, world);
     for (int64_t done = 0; done < count;) {
         const int64_t block = (first + done) / elements;
         const int64_t end = fck_min(count, (block + 1) * elements - first);
-        sum_block(dtype, (unsigned char *)out, rows, world, block, done * size,
+        sum_block(dtype, (unsigned char *)out, inputs, world, block, done * size,
                   (end - done) * size);
         done = end;
     }

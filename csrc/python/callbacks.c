@@ -285,10 +285,10 @@ static void callback_free_unsharded(void *owner) {
 
 /* ---- a group ---- */
 
-static int callback_reduce_hook(void *owner, fct_tensor *row) {
+static int callback_reduce_hook(void *owner, fct_tensor *output) {
     fcpy_group *self = (fcpy_group *)owner;
     return fcpy_drop_result(
-        call_with_tensor((PyObject *)self, self->mod->names._run_reduce_hook, row));
+        call_with_tensor((PyObject *)self, self->mod->names._run_reduce_hook, output));
 }
 
 /* Ranks have different plans, so the process group is not used: the method reads the plans from the
@@ -320,7 +320,7 @@ static int check_unsharded(const fcpy_group *self) {
     return 0;
 }
 
-static int callback_copy_out(void *owner, fct_tensor **rows) {
+static int callback_copy_out(void *owner, fct_tensor **buffer) {
     fcpy_group *self = (fcpy_group *)owner;
     PyObject *result =
         PyObject_CallMethodNoArgs((PyObject *)self, self->mod->names._fallback_copy_out);
@@ -328,9 +328,9 @@ static int callback_copy_out(void *owner, fct_tensor **rows) {
         Py_XDECREF(result);
         return -1;
     }
-    *rows = fct_py_tensor(result);
-    if (*rows != NULL) {
-        fct_tensor_retain(*rows);
+    *buffer = fct_py_tensor(result);
+    if (*buffer != NULL) {
+        fct_tensor_retain(*buffer);
     }
     Py_DECREF(result);
     return 0;

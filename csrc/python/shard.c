@@ -65,11 +65,11 @@ static PyObject *make_parameter(const fcpy_param *self, PyObject *local, bool re
 
 /* Makes this rank's local tensor, and the 1-D tensor of its shard with padding, from `whole`. */
 static int cut_shard(const fcpy_param *self, fct_tensor *whole, int dim, fct_tensor **local,
-                     fct_tensor **row) {
+                     fct_tensor **flat) {
     const fc_layout *layout = &self->core.layout;
     const int64_t start = layout->rank * layout->chunk_rows;
     return fct_tensor_cut(whole, dim, start < layout->rows ? start : layout->rows,
-                          layout->local_rows, layout->chunk_rows, local, row);
+                          layout->local_rows, layout->chunk_rows, local, flat);
 }
 
 PyObject *fcpy_shard_cut(PyObject *param, PyObject *args) {

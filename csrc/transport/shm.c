@@ -28,7 +28,7 @@ static const fct_shm_methods backend_methods = {
     .start = shm_collective_start,
     .wait = shm_collective_wait,
     .is_cpu_bound = shm_collective_is_cpu_bound,
-    .row_checksum = shm_collective_row_checksum,
+    .rank_checksum = shm_collective_rank_checksum,
 };
 
 /* Adds the shared-memory backend to the group. The end of the backend closes the negotiation; see

@@ -62,7 +62,7 @@ static overlap find_overlap(const shm_collective *c, const shm_segment *segment,
  * two messages carry is read after the second one. */
 static void add_piece(const shm_collective *c, size_t segment, size_t rank, size_t end) {
     const shm_segment *s = &c->segments[segment];
-    shm_row_checksum *sum = &c->checksums[segment * (size_t)c->request.world + rank];
+    shm_rank_checksum *sum = &c->checksums[segment * (size_t)c->request.world + rank];
     if (end % FCK_CHECKSUM_PIECE == 0 || end == s->bytes) {
         const size_t begin = (end - 1) / FCK_CHECKSUM_PIECE * FCK_CHECKSUM_PIECE;
         const char *data = s->data + rank * s->stride + begin;
@@ -173,14 +173,14 @@ static const shm_op_methods shard_methods = {
 /* Returns false if there is no memory. */
 static bool begin_checksums(shm_collective *c) {
     const size_t count = c->request.segment_count * (size_t)c->request.world;
-    c->checksums = (shm_row_checksum *)calloc(count, sizeof *c->checksums);
+    c->checksums = (shm_rank_checksum *)calloc(count, sizeof *c->checksums);
     if (c->checksums == NULL) {
         return false;
     }
     for (size_t i = 0; i < count; i++) {
         c->checksums[i].hash = FCT_HASH_EMPTY;
     }
-    c->checksum_rows = c->request.segment_count;
+    c->checksum_segments = c->request.segment_count;
     return true;
 }
 
@@ -260,12 +260,12 @@ bool shm_collective_is_cpu_bound(const shm_collective *c) {
     return c->cpu_bound;
 }
 
-bool shm_collective_row_checksum(const shm_collective *c, size_t segment, int64_t rank,
-                                 uint64_t *checksum) {
-    if (c == NULL || segment >= c->checksum_rows || rank < 0 || rank >= c->request.world) {
+bool shm_collective_rank_checksum(const shm_collective *c, size_t segment, int64_t rank,
+                                  uint64_t *checksum) {
+    if (c == NULL || segment >= c->checksum_segments || rank < 0 || rank >= c->request.world) {
         return false;
     }
-    const shm_row_checksum *sum = &c->checksums[segment * (size_t)c->request.world + (size_t)rank];
+    const shm_rank_checksum *sum = &c->checksums[segment * (size_t)c->request.world + (size_t)rank];
     *checksum = sum->hash;
     return sum->complete;
 }

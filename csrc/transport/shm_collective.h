@@ -27,9 +27,9 @@ int shm_collective_wait(shm_collective *c, shm_transport *t, int64_t max_ms,
                         char error[SHM_ERROR_BYTES]);
 /* The result of shm_transport_is_cpu_bound at shm_collective_start. */
 bool shm_collective_is_cpu_bound(const shm_collective *c);
-/* Writes the checksum of a rank's bytes of a segment; see fct_work_row_checksum. Returns false if
+/* Writes the checksum of a rank's bytes of a segment; see fct_work_rank_checksum. Returns false if
  * the request has no checksums, or before all bytes were read. */
-bool shm_collective_row_checksum(const shm_collective *c, size_t segment, int64_t rank,
-                                 uint64_t *checksum);
+bool shm_collective_rank_checksum(const shm_collective *c, size_t segment, int64_t rank,
+                                  uint64_t *checksum);
 
 #endif

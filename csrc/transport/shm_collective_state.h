@@ -21,10 +21,10 @@ typedef struct shm_step {
 
 /* The checksum of the bytes of one rank's segment that were copied so far. A piece
  * (FCK_CHECKSUM_PIECE) is added when its last byte is copied. */
-typedef struct shm_row_checksum {
+typedef struct shm_rank_checksum {
     uint64_t hash; /* of the checksums of the pieces */
     bool complete; /* all pieces of the segment were added */
-} shm_row_checksum;
+} shm_rank_checksum;
 
 struct shm_collective {
     shm_op op; /* must be the first member */
@@ -34,9 +34,9 @@ struct shm_collective {
     shm_segment *segments;
     /* Bytes of each rank shard that one message carries. The last message may carry fewer. */
     size_t part_bytes;
-    /* [checksum_rows * world] of an all-gather with checksums; NULL: none */
-    shm_row_checksum *checksums;
-    size_t checksum_rows; /* request.segment_count; remains when the segments are dropped */
+    /* [checksum_segments * world] of an all-gather with checksums; NULL: none */
+    shm_rank_checksum *checksums;
+    size_t checksum_segments; /* request.segment_count; remains when the segments are dropped */
     /* All-reduce. */
     shm_step *steps;
     bool sums_whole; /* each rank sums the whole tensor */

@@ -167,11 +167,11 @@ int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
                                                    work);
 }
 
-bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
-    assert(pg != NULL && row_bytes >= 0);
+bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t rank_bytes) {
+    assert(pg != NULL && rank_bytes >= 0);
     bool is_bound = false;
     for (size_t i = 0; i < NEGOTIATED && !is_bound; i++) {
-        is_bound = negotiated[i]->is_cpu_bound(pg, (size_t)row_bytes);
+        is_bound = negotiated[i]->is_cpu_bound(pg, (size_t)rank_bytes);
     }
     return is_bound;
 }

@@ -84,10 +84,10 @@ FCT_CHECK int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *c
 FCT_CHECK int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
                                 fct_tensor *const *chunks, size_t count,
                                 const fct_chunk_layout *layout, fct_reduce_op op, fct_work **work);
-/* Whether a gather that is issued now, with rank shards of `row_bytes` bytes, takes CPU time from
+/* Whether a gather that is issued now, with rank shards of `rank_bytes` bytes, takes CPU time from
  * computation; see fct_work_is_cpu_bound. The result is equal on all ranks after the same
  * collectives. */
-bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes);
+bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t rank_bytes);
 
 /* ---- selection ---- */
 

@@ -12,9 +12,9 @@
  * Its bytes are set to NaN in every floating dtype.
  *
  * Peers. A simulation is one rank. The data of the other ranks is known: their shards come from the
- * row function of the process group. The gradient of rank j is (j + 1) times that of rank 0, unless
- * sim_pg_weigh() sets other factors. With sim_ranks the peers are simulations in other threads
- * (core_ranks.h): all state of a simulation belongs to its thread.
+ * shard function of the process group. The gradient of rank j is (j + 1) times that of rank 0,
+ * unless sim_pg_weigh() sets other factors. With sim_ranks the peers are simulations in other
+ * threads (core_ranks.h): all state of a simulation belongs to its thread.
  *
  * Faults. Every call that can fail calls sim_fault() first; see sim_fault_arm().
  *
@@ -164,11 +164,12 @@ fct_tensor *sim_grad_peek(const fct_tensor *t); /* borrowed, NULL if none */
 
 /* ---- process groups ---- */
 
-/* Writes the row that `rank` sends in an all-gather. */
-typedef void (*sim_row_fn)(void *context, int64_t rank, void *row, int64_t bytes);
+/* Writes the rank shard that `rank` sends in an all-gather. */
+typedef void (*sim_shard_fn)(void *context, int64_t rank, void *shard, int64_t bytes);
 /* Registers a process group for fct_pg_resolve(). `name` and `context` are borrowed until
  * sim_end(). */
-void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn row, void *context);
+void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_shard_fn write_shard,
+                     void *context);
 /* Sets the gradient factors of the ranks: base + k * step for rank k. The default is 1 and 1. */
 void sim_pg_weigh(const char *name, double base, double step);
 /* From now on, all-gathers and reduce-scatters require memory of a process group's allocator.

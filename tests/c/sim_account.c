@@ -49,16 +49,16 @@ fct_dtype sim_compute_dtype(const sim_param *p) {
     return p->shape.compute != 0 ? p->shape.compute : p->shape.dtype;
 }
 
-/* Returns the start of the next slot of a row that ends at `at`. */
+/* Returns the start of the next slot of a rank shard that ends at `at`. */
 static int64_t align_offset(int64_t at) {
     int64_t align = sim_device().type == FCT_DEVICE_CUDA ? 16 : 1;
     return (at + align - 1) / align * align;
 }
 
 /* Writes the inputs that one rank sends of one parameter at `at`, and returns the new end of the
- * row. `row` NULL: only computes the end. `grown`: elements of inputs whose size changes. */
+ * shard. `shard` NULL: only computes the end. `grown`: elements of inputs whose size changes. */
 static int64_t write_inputs(const sim_param *p, int32_t dim, int64_t world, int64_t rank,
-                            int64_t grown, char *row, int64_t at) {
+                            int64_t grown, char *shard, int64_t at) {
     int64_t padded = sim_padded_numel(p, dim, world);
     /* An all-gather that splits another dim has not filled the padding of this one. */
     int64_t defined = dim == p->shape.dim ? padded : sim_local_numel(p, dim, world, rank);
@@ -72,8 +72,8 @@ static int64_t write_inputs(const sim_param *p, int32_t dim, int64_t world, int6
         at = numels[i] > 0 ? align_offset(at) : at;
         for (int64_t k = 0; k < numels[i]; k++, at += sim_itemsize(dtypes[i])) {
             double half = i < 2 ? sim_round(dtypes[0], values[k]) / 2.0 : 0.0;
-            if (row != NULL && k < defined) {
-                sim_put(dtypes[i], row + at, p->core.extended ? half : values[k]);
+            if (shard != NULL && k < defined) {
+                sim_put(dtypes[i], shard + at, p->core.extended ? half : values[k]);
             }
         }
     }
@@ -82,19 +82,19 @@ static int64_t write_inputs(const sim_param *p, int32_t dim, int64_t world, int6
 }
 
 static int64_t write_group(const sim_group *g, bool forward, int64_t world, int64_t rank,
-                           int64_t grown, char *row) {
+                           int64_t grown, char *shard) {
     int64_t at = 0;
     for (size_t i = 0; i < g->count; i++) {
         const sim_param *p = &g->params[i];
-        at = write_inputs(p, forward ? 0 : p->shape.dim, world, rank, grown, row, at);
+        at = write_inputs(p, forward ? 0 : p->shape.dim, world, rank, grown, shard, at);
     }
     return align_offset(at);
 }
 
 /* Writes one rank's inputs of all parameters in order, in the compute dtypes; on CUDA each at a
  * multiple of 16 bytes. At most one input has a size that depends on the number of gathers. Because
- * abandoned gathers count too, the size is computed from that of the row. */
-static void write_shards(const sim_group *g, bool forward, int64_t world, int64_t rank, void *row,
+ * abandoned gathers count too, the size is computed from that of the rank shard. */
+static void write_shards(const sim_group *g, bool forward, int64_t world, int64_t rank, void *shard,
                          int64_t bytes) {
     const int64_t fixed = write_group(g, forward, world, rank, 0, NULL);
     const int64_t grown = bytes > fixed ? (bytes - fixed) / 8 : 0;
@@ -104,17 +104,17 @@ static void write_shards(const sim_group *g, bool forward, int64_t world, int64_
                  (long long)rank, (long long)bytes, g->name, (long long)length);
         return;
     }
-    (void)write_group(g, forward, world, rank, grown, (char *)row);
+    (void)write_group(g, forward, world, rank, grown, (char *)shard);
 }
 
-void sim_write_row(void *context, int64_t rank, void *row, int64_t bytes) {
+void sim_write_shard(void *context, int64_t rank, void *shard, int64_t bytes) {
     const sim_group *g = (const sim_group *)context;
-    write_shards(g, false, g->core.base.shard.world, rank, row, bytes);
+    write_shards(g, false, g->core.base.shard.world, rank, shard, bytes);
 }
 
-void sim_write_forward_row(void *context, int64_t rank, void *row, int64_t bytes) {
+void sim_write_forward_shard(void *context, int64_t rank, void *shard, int64_t bytes) {
     const sim_group *g = (const sim_group *)context;
-    write_shards(g, true, g->core.base.post_forward.world, rank, row, bytes);
+    write_shards(g, true, g->core.base.post_forward.world, rank, shard, bytes);
 }
 
 double sim_gradient_weight(const sim_scenario *s) {

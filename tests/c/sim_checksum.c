@@ -4,37 +4,38 @@
 #include "transport/hash.h"
 
 /* The elements of a run in its chunk. */
-typedef struct row_place {
+typedef struct shard_place {
     const char *data; /* of rank 0 */
     size_t stride, bytes;
-} row_place;
+} shard_place;
 
-struct sim_row_places {
+struct sim_shard_places {
     size_t count;
-    row_place runs[];
+    shard_place runs[];
 };
 
-sim_row_places *sim_row_places_new(fct_tensor *const *chunks, const fct_chunk_layout *layout,
-                                   int64_t world) {
-    sim_row_places *places =
-        (sim_row_places *)sim_alloc(sizeof *places + layout->count * sizeof places->runs[0]);
+sim_shard_places *sim_shard_places_new(fct_tensor *const *chunks, const fct_chunk_layout *layout,
+                                       int64_t world) {
+    sim_shard_places *places =
+        (sim_shard_places *)sim_alloc(sizeof *places + layout->count * sizeof places->runs[0]);
     places->count = layout->count;
     for (size_t i = 0; i < layout->count; i++) {
         const fct_run *run = &layout->runs[i];
         const sim_view chunk = sim_view_of(chunks[run->chunk], "a gather of chunks");
         const size_t size = (size_t)sim_itemsize(chunk.dtype);
-        places->runs[i] = (row_place){.data = chunk.data + (size_t)run->offset * size,
-                                      .stride = (size_t)(chunk.numel / world) * size,
-                                      .bytes = (size_t)run->numel * size};
+        places->runs[i] = (shard_place){.data = chunk.data + (size_t)run->offset * size,
+                                        .stride = (size_t)(chunk.numel / world) * size,
+                                        .bytes = (size_t)run->numel * size};
     }
     return places;
 }
 
-bool sim_row_checksum(const sim_row_places *places, size_t run, int64_t rank, uint64_t *checksum) {
+bool sim_shard_checksum(const sim_shard_places *places, size_t run, int64_t rank,
+                        uint64_t *checksum) {
     if (places == NULL || run >= places->count) {
         return false;
     }
-    const row_place *place = &places->runs[run];
+    const shard_place *place = &places->runs[run];
     *checksum = FCT_HASH_EMPTY;
     for (size_t done = 0, bytes = 0; done < place->bytes; done += bytes) {
         const size_t rest = place->bytes - done;

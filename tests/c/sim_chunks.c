@@ -32,8 +32,8 @@ void sim_check_layout(int64_t world, fct_tensor *const *chunks, size_t count,
         }
         total += filled;
     }
-    if (total != layout->row_numel) {
-        sim_fail("the runs have %lld elements; the row %lld", (long long)total,
-                 (long long)layout->row_numel);
+    if (total != layout->rank_numel) {
+        sim_fail("the runs have %lld elements; the rank shard %lld", (long long)total,
+                 (long long)layout->rank_numel);
     }
 }

@@ -1,7 +1,7 @@
 /* Simulated process groups and works. Owns the registered groups.
  *
  * A group computes the data of its peers (sim.h), so a collective returns the results of real
- * ranks. An all-gather also checks that this rank's row has the values that its peers expect.
+ * ranks. An all-gather also checks that this rank's shard has the values that its peers expect.
  *
  * With streams a collective runs on a stream that all groups share. If it is not asynchronous, it
  * runs on the current stream for about half of the seeds, as in newer releases of NCCL. On the CPU
@@ -18,7 +18,7 @@ struct fct_pg {
     const char *name;
     int64_t world;
     int64_t rank;
-    sim_row_fn row;
+    sim_shard_fn write_shard;
     void *context;
     double base, step;
     int stream;
@@ -29,8 +29,8 @@ struct fct_pg {
 
 struct fct_work {
     sim_point end;
-    sim_row_places *places; /* NULL: the work computes no checksums */
-    sim_collective *shared; /* with the other ranks; NULL: none */
+    sim_shard_places *places; /* NULL: the work computes no checksums */
+    sim_collective *shared;   /* with the other ranks; NULL: none */
 };
 
 static _Thread_local fct_pg groups[GROUPS_MAX];
@@ -54,14 +54,15 @@ void sim_groups_end(void) {
 }
 
 /* All groups of a test share one stream, as the groups of one mesh share one communicator. */
-void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_row_fn row, void *context) {
+void sim_pg_register(const char *name, int64_t world, int64_t rank, sim_shard_fn write_shard,
+                     void *context) {
     if (group_count == GROUPS_MAX) {
         fail_msg("the simulation supports no further process group");
     }
     groups[group_count++] = (fct_pg){.name = name,
                                      .world = world,
                                      .rank = rank,
-                                     .row = row,
+                                     .write_shard = write_shard,
                                      .context = context,
                                      .base = 1.0,
                                      .step = 1.0,
@@ -139,12 +140,13 @@ const fct_pg *sim_tensor_user(const fct_tensor *t) {
     return block != NULL ? block->user : NULL;
 }
 
-/* Records a failure if rows must be in memory of a process group and are not, or are not exactly
- * that memory. */
-static void check_memory(const fct_pg *pg, const fct_tensor *row, bool is_exact, const char *what) {
-    const sim_block *block = sim_tensor_block(row);
+/* Records a failure if rank shards must be in memory of a process group and are not, or are not
+ * exactly that memory. */
+static void check_memory(const fct_pg *pg, const fct_tensor *shard, bool is_exact,
+                         const char *what) {
+    const sim_block *block = sim_tensor_block(shard);
     fct_facts facts;
-    fct_tensor_facts(row, &facts);
+    fct_tensor_facts(shard, &facts);
     if (!pg->needs_allocator || facts.numel == 0) {
         return;
     }
@@ -268,17 +270,17 @@ bool fct_work_is_cpu_bound(const fct_work *work) {
     return are_cpu_bound;
 }
 
-bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t row_bytes) {
+bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t rank_bytes) {
     (void)pg;
-    return are_cpu_bound && row_bytes > 0;
+    return are_cpu_bound && rank_bytes > 0;
 }
 
 void sim_set_cpu_bound(bool are) {
     are_cpu_bound = are;
 }
 
-bool fct_work_row_checksum(const fct_work *work, size_t run, int64_t rank, uint64_t *checksum) {
-    return sim_point_passed(&work->end) && sim_row_checksum(work->places, run, rank, checksum);
+bool fct_work_rank_checksum(const fct_work *work, size_t run, int64_t rank, uint64_t *checksum) {
+    return sim_point_passed(&work->end) && sim_shard_checksum(work->places, run, rank, checksum);
 }
 
 bool fct_work_done(fct_work *work) {
@@ -314,16 +316,16 @@ typedef struct gathering {
     sim_view input;
     int64_t world;
     int64_t rank;
-    int64_t row_bytes;
-    char *rows; /* behind the struct: rows of all ranks, then this rank's row again */
+    int64_t rank_bytes;
+    char *shards; /* behind the struct: of all ranks, then this rank's again */
 } gathering;
 
-/* Returns true if this rank sends the expected row. The two copies were generated over different
+/* Returns true if this rank sends the expected shard. The two copies were generated over different
  * bytes: where they differ is a gap with undefined contents. */
-static bool sends_own_row(const gathering *g) {
-    const char *own = g->rows + g->rank * g->row_bytes;
-    const char *again = g->rows + g->world * g->row_bytes;
-    for (int64_t i = 0; i < g->row_bytes; i++) {
+static bool sends_own_shard(const gathering *g) {
+    const char *own = g->shards + g->rank * g->rank_bytes;
+    const char *again = g->shards + g->world * g->rank_bytes;
+    for (int64_t i = 0; i < g->rank_bytes; i++) {
         if (own[i] == again[i] && g->input.data[i] != own[i]) {
             return false;
         }
@@ -336,13 +338,14 @@ static void run_all_gather(void *args) {
     if (sim_is_lost(&g->peers) || g->output.numel == 0) {
         return;
     }
-    if (!sim_data_is_lost && !sends_own_row(g)) {
-        sim_fail("rank %lld sends a row to an all-gather that is not its own", (long long)g->rank);
+    if (!sim_data_is_lost && !sends_own_shard(g)) {
+        sim_fail("rank %lld sends a shard to an all-gather that is not its own",
+                 (long long)g->rank);
     }
     for (int64_t r = 0; r < g->world; r++) {
-        const void *row = g->peers.collective != NULL ? sim_ranks->data_of(g->peers.collective, r)
-                                                      : g->rows + r * g->row_bytes;
-        memcpy(g->output.data + r * g->row_bytes, row, (size_t)g->row_bytes);
+        const void *shard = g->peers.collective != NULL ? sim_ranks->data_of(g->peers.collective, r)
+                                                        : g->shards + r * g->rank_bytes;
+        memcpy(g->output.data + r * g->rank_bytes, shard, (size_t)g->rank_bytes);
     }
 }
 
@@ -355,30 +358,30 @@ int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_te
     }
     sim_view to = sim_view_of(output, "an all-gather");
     sim_view from = sim_view_of(input, "an all-gather");
-    int64_t row_bytes = from.numel * sim_itemsize(from.dtype);
+    int64_t rank_bytes = from.numel * sim_itemsize(from.dtype);
     if (to.numel != from.numel * pg->world || to.dtype != from.dtype || to.ndim != 1 ||
         from.ndim != 1) {
         sim_fail("an all-gather of %lld to %lld elements", (long long)from.numel,
                  (long long)to.numel);
         to.numel = 0;
     }
-    if (to.numel > 0 && from.data != to.data + pg->rank * row_bytes) {
-        sim_fail("the input of an all-gather is not this rank's row of the output");
+    if (to.numel > 0 && from.data != to.data + pg->rank * rank_bytes) {
+        sim_fail("the input of an all-gather is not this rank's shard of the output");
     }
-    gathering *g = (gathering *)sim_scratch(sizeof *g + (size_t)((pg->world + 1) * row_bytes));
+    gathering *g = (gathering *)sim_scratch(sizeof *g + (size_t)((pg->world + 1) * rank_bytes));
     g->output = to;
     g->input = from;
     g->world = pg->world;
     g->rank = pg->rank;
-    g->row_bytes = row_bytes;
+    g->rank_bytes = rank_bytes;
     g->peers.data = from.data;
-    g->peers.bytes = row_bytes;
-    g->rows = (char *)(g + 1);
-    memset(g->rows, 0xff, (size_t)(pg->world * row_bytes)); /* NaN */
+    g->peers.bytes = rank_bytes;
+    g->shards = (char *)(g + 1);
+    memset(g->shards, 0xff, (size_t)(pg->world * rank_bytes)); /* NaN */
     for (int64_t r = 0; r < pg->world; r++) {
-        pg->row(pg->context, r, g->rows + r * row_bytes, row_bytes);
+        pg->write_shard(pg->context, r, g->shards + r * rank_bytes, rank_bytes);
     }
-    pg->row(pg->context, pg->rank, g->rows + pg->world * row_bytes, row_bytes);
+    pg->write_shard(pg->context, pg->rank, g->shards + pg->world * rank_bytes, rank_bytes);
     check_memory(pg, output, true, "an all-gather");
     sim_log("gather:%s", pg->name);
     *work = NULL;
@@ -386,25 +389,25 @@ int fct_all_gather(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_te
                  (sim_op){.what = "an all-gather", .run = run_all_gather, .args = g}, work);
 }
 
-/* Fills in all ranks' parts of one chunk from their rows. `size`: bytes per element. */
+/* Fills in all ranks' parts of one chunk from their rank shards. `size`: bytes per element. */
 static void fill_chunk(const fct_pg *pg, gathering *g, size_t chunk, const fct_chunk_layout *layout,
                        int64_t size) {
-    const int64_t row_bytes = layout->row_numel * size;
-    char *row = (char *)sim_alloc((size_t)row_bytes);
-    for (int64_t r = 0; r <= pg->world; r++) { /* the last one is this rank's row again */
-        memset(row, r < pg->world ? 0xff : 0, (size_t)row_bytes);
-        pg->row(pg->context, r < pg->world ? r : pg->rank, row, row_bytes);
-        const char *next = row;
+    const int64_t rank_bytes = layout->rank_numel * size;
+    char *shard = (char *)sim_alloc((size_t)rank_bytes);
+    for (int64_t r = 0; r <= pg->world; r++) { /* the last one is this rank's shard again */
+        memset(shard, r < pg->world ? 0xff : 0, (size_t)rank_bytes);
+        pg->write_shard(pg->context, r < pg->world ? r : pg->rank, shard, rank_bytes);
+        const char *next = shard;
         for (size_t i = 0; i < layout->count; i++) {
             const fct_run *run = &layout->runs[i];
             if (run->chunk == chunk) {
-                memcpy(g->rows + r * g->row_bytes + run->offset * size, next,
+                memcpy(g->shards + r * g->rank_bytes + run->offset * size, next,
                        (size_t)(run->numel * size));
             }
             next += run->numel * size;
         }
     }
-    free(row);
+    free(shard);
 }
 
 int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chunks, size_t count,
@@ -420,16 +423,16 @@ int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chun
     for (size_t k = 0; k < count; k++) {
         sim_view to = sim_view_of(chunks[k], "a gather of chunks");
         const int64_t size = sim_itemsize(to.dtype);
-        const int64_t row_bytes = to.numel / pg->world * size;
-        gathering *g = (gathering *)sim_scratch(sizeof *g + (size_t)((pg->world + 1) * row_bytes));
+        const int64_t rank_bytes = to.numel / pg->world * size;
+        gathering *g = (gathering *)sim_scratch(sizeof *g + (size_t)((pg->world + 1) * rank_bytes));
         *g = (gathering){.output = to,
                          .input = to,
                          .world = pg->world,
                          .rank = pg->rank,
-                         .row_bytes = row_bytes};
-        g->peers.data = g->input.data = to.data + pg->rank * row_bytes;
-        g->peers.bytes = row_bytes;
-        g->rows = (char *)(g + 1);
+                         .rank_bytes = rank_bytes};
+        g->peers.data = g->input.data = to.data + pg->rank * rank_bytes;
+        g->peers.bytes = rank_bytes;
+        g->shards = (char *)(g + 1);
         fill_chunk(pg, g, k, layout, size);
         if (issue(pg, tag, chunks[k], chunks[k], true,
                   (sim_op){.what = "a gather of chunks", .run = run_all_gather, .args = g},
@@ -439,7 +442,7 @@ int fct_gather_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *const *chun
     }
     if (layout->checksums) {
         *work = *work != NULL ? *work : new_work(sim_stream_now(sim_stream_current()));
-        (*work)->places = sim_row_places_new(chunks, layout, pg->world);
+        (*work)->places = sim_shard_places_new(chunks, layout, pg->world);
     }
     sim_log("gather:%s", pg->name);
     return 0;
@@ -451,7 +454,7 @@ typedef struct reducing {
     sim_shared peers;
     sim_view output;
     sim_view input;
-    int64_t first; /* first element of this rank's row in the input */
+    int64_t first; /* first element of this rank's shard in the input */
     int64_t world;
     int64_t rank;
     double base, step;
@@ -528,7 +531,7 @@ int fct_reduce_scatter(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fc
 int fct_reduce_chunks(fct_pg *pg, const fct_op_tag *tag, fct_tensor *output,
                       fct_tensor *const *chunks, size_t count, const fct_chunk_layout *layout,
                       fct_reduce_op op, fct_work **work) {
-    int64_t begin = 0; /* start of the run in the row */
+    int64_t begin = 0; /* start of the run in the rank shard */
     check_tag(tag, FCT_OP_REDUCE_SCATTER);
     sim_tick();
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_reduce_chunks")) {

@@ -63,13 +63,13 @@ int fct_foreach_add(fct_tensor *const *dst, fct_tensor *const *src, size_t count
     return 0;
 }
 
-int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *const *out,
+int fct_split_copy(const fct_tensor *src, const int64_t *sizes, fct_tensor *const *out,
                    size_t count) {
     static const char what[] = "split_with_sizes_copy";
     if (sim_fault(SIM_FAULT_BOUNDARY, "fct_split_copy")) {
         return -1;
     }
-    const shape input = shape_of(rows, what);
+    const shape input = shape_of(src, what);
     int64_t offset = 0;
     for (size_t i = 0; i < count; i++) {
         const shape part = shape_of(out[i], what);
@@ -77,7 +77,7 @@ int fct_split_copy(const fct_tensor *rows, const int64_t *sizes, fct_tensor *con
             sim_fail("%s into another shape or dtype", what);
             return 0;
         }
-        queue_assign(out[i], 0, part.columns, rows, offset, input.columns, input.rows, part.columns,
+        queue_assign(out[i], 0, part.columns, src, offset, input.columns, input.rows, part.columns,
                      what);
         offset += sizes[i];
     }

@@ -129,17 +129,18 @@ void sim_queue_elementwise(fct_tensor *to, const fct_tensor *from, double factor
 
 /* ---- chunks (sim_chunks.c, sim_checksum.c) ---- */
 
-/* Records a failure if the runs do not fill the chunks of the row exactly and in order. */
+/* Records a failure if the runs do not fill the chunks of the rank shard exactly and in order. */
 void sim_check_layout(int64_t world, fct_tensor *const *chunks, size_t count,
                       const fct_chunk_layout *layout);
 
 /* The places of the runs of a gather in its chunks. Freed with free(). Borrows the memory of the
  * chunks. */
-typedef struct sim_row_places sim_row_places;
-sim_row_places *sim_row_places_new(fct_tensor *const *chunks, const fct_chunk_layout *layout,
-                                   int64_t world);
-/* See fct_work_row_checksum. `places` may be NULL. */
-bool sim_row_checksum(const sim_row_places *places, size_t run, int64_t rank, uint64_t *checksum);
+typedef struct sim_shard_places sim_shard_places;
+sim_shard_places *sim_shard_places_new(fct_tensor *const *chunks, const fct_chunk_layout *layout,
+                                       int64_t world);
+/* See fct_work_rank_checksum. `places` may be NULL. */
+bool sim_shard_checksum(const sim_shard_places *places, size_t run, int64_t rank,
+                        uint64_t *checksum);
 
 /* ---- several ranks (sim_ranks.c) ---- */
 

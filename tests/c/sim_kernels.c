@@ -34,15 +34,15 @@ static void add_use(uses *u, const void *address, int64_t bytes, bool write, con
 
 typedef struct launch {
     void *dst;
-    const void *rows;
-    int64_t row_bytes;
-    int64_t row_numel;
+    const void *gathered;
+    int64_t rank_bytes;
+    int64_t rank_numel;
     int64_t world;
     fck_dtype dtype;
     size_t count;
     union {
         const fck_segment *segments;
-        const fck_column *columns;
+        const fck_slot *slots;
         const fck_gradient *gradients;
         void *copy;
     } of;
@@ -104,31 +104,31 @@ static const char *sim_pack(const fck_segment *segments, size_t count, void *str
 
 static void run_unpack(void *args) {
     const launch *l = (const launch *)args;
-    if (__real_fck_cpu()->unpack(l->rows, l->row_bytes, l->world, l->of.columns, l->count, NULL) !=
-        NULL) {
+    if (__real_fck_cpu()->unpack(l->gathered, l->rank_bytes, l->world, l->of.slots, l->count,
+                                 NULL) != NULL) {
         sim_fail("the unpack kernel failed");
     }
 }
 
-static const char *sim_unpack(const void *rows, int64_t row_bytes, int64_t world,
-                              const fck_column *columns, size_t count, void *stream) {
+static const char *sim_unpack(const void *gathered, int64_t rank_bytes, int64_t world,
+                              const fck_slot *slots, size_t count, void *stream) {
     static const char what[] = "the unpack kernel";
     uses u = {.count = 0};
     sim_tick();
     if (sim_fault(SIM_FAULT_KERNEL, "unpack")) {
         return "injected";
     }
-    add_use(&u, rows, row_bytes * world, false, what);
+    add_use(&u, gathered, rank_bytes * world, false, what);
     for (size_t i = 0; i < count; i++) {
-        int64_t bytes = columns[i].bytes * columns[i].blocks;
-        if (columns[i].offset < 0 || columns[i].offset + bytes > row_bytes) {
-            sim_fail("a column ends outside its row");
+        int64_t bytes = slots[i].bytes * slots[i].blocks;
+        if (slots[i].offset < 0 || slots[i].offset + bytes > rank_bytes) {
+            sim_fail("a slot ends outside its rank shard");
         }
-        add_use(&u, columns[i].dst, bytes * world, true, what);
+        add_use(&u, slots[i].dst, bytes * world, true, what);
     }
-    launch *l = launch_new(columns, count, sizeof *columns);
-    l->rows = rows;
-    l->row_bytes = row_bytes;
+    launch *l = launch_new(slots, count, sizeof *slots);
+    l->gathered = gathered;
+    l->rank_bytes = rank_bytes;
     l->world = world;
     queue_launch(&u, stream, run_unpack, l, what);
     return NULL;
@@ -138,14 +138,14 @@ static const char *sim_unpack(const void *rows, int64_t row_bytes, int64_t world
 
 static void run_pack_gradients(void *args) {
     const launch *l = (const launch *)args;
-    if (__real_fck_cpu()->pack_gradients(l->of.gradients, l->count, l->world, l->dst, l->row_numel,
+    if (__real_fck_cpu()->pack_gradients(l->of.gradients, l->count, l->world, l->dst, l->rank_numel,
                                          l->dtype, NULL) != NULL) {
         sim_fail("the gradient kernel failed");
     }
 }
 
 static const char *sim_pack_gradients(const fck_gradient *gradients, size_t count, int64_t world,
-                                      void *dst, int64_t row_numel, fck_dtype dst_dtype,
+                                      void *dst, int64_t rank_numel, fck_dtype dst_dtype,
                                       void *stream) {
     static const char what[] = "the gradient kernel";
     uses u = {.count = 0};
@@ -153,19 +153,19 @@ static const char *sim_pack_gradients(const fck_gradient *gradients, size_t coun
     if (sim_fault(SIM_FAULT_KERNEL, "pack_gradients")) {
         return "injected";
     }
-    add_use(&u, dst, world * row_numel * sim_itemsize(dst_dtype), true, what);
+    add_use(&u, dst, world * rank_numel * sim_itemsize(dst_dtype), true, what);
     for (size_t i = 0; i < count; i++) {
         const fck_gradient *g = &gradients[i];
-        if (g->offset < 0 || g->offset + g->blocks * g->chunk > row_numel ||
+        if (g->offset < 0 || g->offset + g->blocks * g->chunk > rank_numel ||
             g->chunk * world < g->numel) {
-            sim_fail("a gradient does not fit its row");
+            sim_fail("a gradient does not fit its rank shard");
         }
         add_use(&u, g->src, g->blocks * g->numel * sim_itemsize(g->src_dtype), false, what);
     }
     launch *l = launch_new(gradients, count, sizeof *gradients);
     l->world = world;
     l->dst = dst;
-    l->row_numel = row_numel;
+    l->rank_numel = rank_numel;
     l->dtype = dst_dtype;
     queue_launch(&u, stream, run_pack_gradients, l, what);
     return NULL;

@@ -159,13 +159,13 @@ static int callback_grad_arrived(void *owner) {
     return (int)SIM_HOOK(sim_hook_refresh(&group->core), fc_group_reduce_buckets(&group->core));
 }
 
-static int callback_reduce_hook(void *group, fct_tensor *row) {
+static int callback_reduce_hook(void *group, fct_tensor *output) {
     sim_callback("reduce_hook");
     (void)group;
     if (sim_fault(SIM_FAULT_CALLBACK, "reduce_hook")) {
         return -1;
     }
-    return fct_tensor_div(row, 0.5);
+    return fct_tensor_div(output, 0.5);
 }
 
 const fc_callbacks sim_callbacks = {
@@ -247,7 +247,7 @@ static void process_groups_init(sim_group *g, const sim_scenario *s) {
         (void)snprintf(g->pg_names[i], sizeof g->pg_names[i], "%s%s", g->name, suffixes[i]);
     }
     fc_process_group_set(&g->core.base.shard, g->pg_names[0], s->world, s->rank);
-    sim_pg_register(g->pg_names[0], s->world, s->rank, sim_write_row, g);
+    sim_pg_register(g->pg_names[0], s->world, s->rank, sim_write_shard, g);
     sim_pg_weigh(g->pg_names[0], first, 1.0);
     if (s->own_scatter) {
         fc_process_group_set(&g->core.base.scatter, g->pg_names[1], s->world, s->rank);
@@ -263,7 +263,7 @@ static void process_groups_init(sim_group *g, const sim_scenario *s) {
         fc_process_group_set(&g->core.base.post_forward, g->pg_names[3], s->post_forward_world,
                              s->rank % s->post_forward_world);
         sim_pg_register(g->pg_names[3], s->post_forward_world, s->rank % s->post_forward_world,
-                        sim_write_forward_row, g);
+                        sim_write_forward_shard, g);
     }
 }
 

@@ -68,7 +68,7 @@ typedef struct sim_scenario {
     bool reduce_unused;
     fc_overlap overlap; /* overlap of reductions with later work */
     bool own_scatter;   /* reduce-scatters use their own process group */
-    bool user_reduce;   /* a user's all-reduce hook, which doubles the row */
+    bool user_reduce;   /* a user's all-reduce hook, which doubles the reduced gradients */
     bool recompute;     /* activation checkpointing of each layer */
     /* Before each backward, a backward that records a graph (create_graph) runs and gives no
      * gradients. The next backward also runs through the graph that it recorded. */
@@ -197,10 +197,10 @@ int64_t sim_local_numel(const sim_param *p, int32_t dim, int64_t world, int64_t 
 void sim_shard_values(const sim_param *p, const double *full, int32_t dim, int64_t world,
                       int64_t rank, double *out);
 fct_dtype sim_compute_dtype(const sim_param *p);
-/* Write the row that a rank sends in the all-gathers of a sim_group: of its shards, or of its
- * post-forward shards. */
-void sim_write_row(void *context, int64_t rank, void *row, int64_t bytes);
-void sim_write_forward_row(void *context, int64_t rank, void *row, int64_t bytes);
+/* Write the rank shard that a rank sends in the all-gathers of a sim_group: of its shards, or of
+ * its post-forward shards. */
+void sim_write_shard(void *context, int64_t rank, void *shard, int64_t bytes);
+void sim_write_forward_shard(void *context, int64_t rank, void *shard, int64_t bytes);
 /* Returns the ratio of this rank's gradients to those of rank 0. */
 double sim_gradient_weight(const sim_scenario *s);
 /* Returns the ratio of the reduced gradient to rank 0's, summed over backwards. */

@@ -195,8 +195,8 @@ static int call_at_end(void *owner) {
                                 fc_iteration_end_backward(&m->iteration, &m->comm));
     const fc_comm_ctx *c = &m->comm;
     bool is_last = m->iteration.is_last_backward && !m->iteration.manual;
-    if (status == FC_OK && is_last && c->kept_row_count > 0) {
-        fail_msg("rows are kept after the backward that reduced them");
+    if (status == FC_OK && is_last && c->kept_output_count > 0) {
+        fail_msg("outputs are kept after the backward that reduced them");
     }
     return status;
 }

@@ -336,7 +336,8 @@ static void no_bucket_is_reduced_early_under_a_condition_that_prevents_it(void *
     (void)state;
     sim_scenario s = replicated;
     expect_no_early_reduction(&s, enable_reduce_unused, 2);
-    expect_no_early_reduction(&s, set_reduce_hook, 1); /* the hook requires the whole row */
+    expect_no_early_reduction(&s, set_reduce_hook,
+                              1); /* the hook requires the gradients of all parameters */
     expect_no_early_reduction(&s, disable_reduction, 0);
     s.layers = 1; /* the root is not the sole group of the model */
     expect_no_early_reduction(&s, NULL, 2);
@@ -399,7 +400,7 @@ static void notifications_are_renewed_when_forward_runs_on_another_stream(void *
 }
 
 /* The limit changes between a backward without an all-reduce and one with it. Partial gradients are
- * then slices of rows with other parameters. */
+ * then slices of outputs with other parameters. */
 static void partial_gradients_from_other_buckets_are_added(void **state) {
     (void)state;
     static const int64_t limits[][2] = {{1000, 32}, {32, 1000}, {32, 32}, {1000, 1000}, {1, 32}};

@@ -55,7 +55,7 @@ static void each_flipped_bit_of_a_long_slot_changes_the_checksum(void **state) {
     (void)state;
     enum { BYTES = 3 * 65536 + 4096 };
     const fck_backend *kernels = fck_backend_of(FCK_DEVICE_CPU);
-    const fc_checksum_row row = {1, true};
+    const fc_checksum_shard shard = {1, true};
     sim_begin((sim_config){.seed = 7});
     const int64_t size[1] = {BYTES};
     fct_tensor *source = sim_tensor_new(FCK_UINT8, 1, size, NULL);
@@ -64,9 +64,9 @@ static void each_flipped_bit_of_a_long_slot_changes_the_checksum(void **state) {
     fct_tensor_facts(source, &from);
     fct_tensor_facts(target, &to);
     fc_checksum right = {0}, copied = {0}, packed = {0};
-    assert_null(fc_checksum_add(&right, 2, row, from.data, BYTES, NULL, kernels));
-    assert_null(fc_checksum_add(&copied, 2, row, from.data, BYTES, to.data, kernels));
-    assert_true(copied.rows == right.rows && copied.own == right.own);
+    assert_null(fc_checksum_add(&right, 2, shard, from.data, BYTES, NULL, kernels));
+    assert_null(fc_checksum_add(&copied, 2, shard, from.data, BYTES, to.data, kernels));
+    assert_true(copied.all == right.all && copied.own == right.own);
     assert_memory_equal(from.data, to.data, BYTES);
     const fck_segment segment = {from.data, to.data, BYTES, 1, FCK_UINT8, FCK_UINT8};
     assert_null(fc_checksum_pack(&packed, 2, &segment, kernels));
@@ -75,8 +75,8 @@ static void each_flipped_bit_of_a_long_slot_changes_the_checksum(void **state) {
         fc_checksum other = {0};
         const uint64_t bit = sim_random();
         sim_tensor_flip_bit(source, bit);
-        assert_null(fc_checksum_add(&other, 2, row, from.data, BYTES, NULL, kernels));
-        assert_true(other.rows != right.rows && other.own != right.own);
+        assert_null(fc_checksum_add(&other, 2, shard, from.data, BYTES, NULL, kernels));
+        assert_true(other.all != right.all && other.own != right.own);
         sim_tensor_flip_bit(source, bit);
     }
     fct_tensor_release(source);

@@ -223,19 +223,19 @@ static void kept_gather_buffer_is_released_after_its_copy_out(void **state) {
     end(&c);
 }
 
-static fct_tensor *row_on_all_reduce_stream(fc_comm_ctx *c, fct_event **done) {
+static fct_tensor *output_on_all_reduce_stream(fc_comm_ctx *c, fct_event **done) {
     fct_stream current = fct_stream_set_current(c->reduce_stream);
-    fct_tensor *row = vector_of(1.0);
+    fct_tensor *output = vector_of(1.0);
     assert_int_equal(fc_comm_order_streams(c, c->all_reduce_stream, c->reduce_stream), FC_OK);
     (void)fct_stream_set_current(c->all_reduce_stream);
-    sim_tensor_touch(row, "the cast of a row");
+    sim_tensor_touch(output, "the cast of an output");
     (void)fct_stream_set_current(current);
     assert_int_equal(fc_comm_record(c, c->all_reduce_stream, done), FC_OK);
-    return row;
+    return output;
 }
 
-/* Two rows are kept, or as many as reductions may be in flight. */
-static void last_all_reduced_rows_are_kept(void **state) {
+/* Two outputs are kept, or as many as reductions may be in flight. */
+static void last_all_reduced_outputs_are_kept(void **state) {
     (void)state;
     const size_t max_reductions[] = {1, 2, 3, 7};
     const int kept[] = {2, 2, 3, 7};
@@ -244,43 +244,43 @@ static void last_all_reduced_rows_are_kept(void **state) {
         c.max_reductions = max_reductions[k];
         for (int i = 0; i < 10; i++) {
             fct_event *done = NULL;
-            fct_tensor *row = row_on_all_reduce_stream(&c, &done);
-            assert_int_equal(fc_comm_keep_row(&c, row, done), FC_OK);
+            fct_tensor *output = output_on_all_reduce_stream(&c, &done);
+            assert_int_equal(fc_comm_keep_output(&c, output, done), FC_OK);
             assert_int_equal(sim_count_alive().tensors, i < kept[k] ? i + 1 : kept[k]);
         }
         end(&c);
     }
 }
 
-static void failed_keep_row_leaves_row_with_caller(void **state) {
+static void failed_keep_output_leaves_output_with_caller(void **state) {
     (void)state;
     fc_comm_ctx c = begin(true);
     fct_event *done = NULL;
     for (int i = 0; i < 2; i++) {
-        fct_tensor *row = row_on_all_reduce_stream(&c, &done);
-        assert_int_equal(fc_comm_keep_row(&c, row, done), FC_OK);
+        fct_tensor *output = output_on_all_reduce_stream(&c, &done);
+        assert_int_equal(fc_comm_keep_output(&c, output, done), FC_OK);
     }
-    fct_tensor *row = row_on_all_reduce_stream(&c, &done);
+    fct_tensor *output = output_on_all_reduce_stream(&c, &done);
     sim_fault_arm(1, SIM_ONCE);
-    assert_int_equal(fc_comm_keep_row(&c, row, done), FC_ERAISED);
-    assert_int_equal(sim_tensor_refs(row), 1);
+    assert_int_equal(fc_comm_keep_output(&c, output, done), FC_ERAISED);
+    assert_int_equal(sim_tensor_refs(output), 1);
     assert_int_equal(sim_count_alive().tensors, 3);
     assert_int_equal(fc_comm_quiesce(&c), FC_OK);
-    fct_tensor_release(row);
+    fct_tensor_release(output);
     end(&c);
 }
 
-/* After a backward all rows are released: the next reduce-scatter may reuse their memory. */
-static void kept_rows_are_released_after_their_casts(void **state) {
+/* After a backward all outputs are released: the next reduce-scatter may reuse their memory. */
+static void kept_outputs_are_released_after_their_casts(void **state) {
     (void)state;
     fc_comm_ctx c = begin(true);
     fct_event *done = NULL;
-    fct_tensor *row = row_on_all_reduce_stream(&c, &done);
-    assert_int_equal(fc_comm_keep_row(&c, row, done), FC_OK);
+    fct_tensor *output = output_on_all_reduce_stream(&c, &done);
+    assert_int_equal(fc_comm_keep_output(&c, output, done), FC_OK);
     sim_fault_arm(1, SIM_ONCE);
-    assert_int_equal(fc_comm_release_rows(&c), FC_ERAISED);
-    assert_int_equal(sim_count_alive().tensors, 1); /* ordering failed: the row stays */
-    assert_int_equal(fc_comm_release_rows(&c), FC_OK);
+    assert_int_equal(fc_comm_release_outputs(&c), FC_ERAISED);
+    assert_int_equal(sim_count_alive().tensors, 1); /* ordering failed: the output stays */
+    assert_int_equal(fc_comm_release_outputs(&c), FC_OK);
     assert_int_equal(sim_count_alive().tensors, 0);
     assert_int_equal(c.events_out, 0);
     fct_stream current = fct_stream_set_current(c.reduce_stream);
@@ -344,9 +344,9 @@ int main(void) {
         cmocka_unit_test(failed_record_returns_its_event),
         cmocka_unit_test(quiesce_orders_all_streams),
         cmocka_unit_test(kept_gather_buffer_is_released_after_its_copy_out),
-        cmocka_unit_test(last_all_reduced_rows_are_kept),
-        cmocka_unit_test(failed_keep_row_leaves_row_with_caller),
-        cmocka_unit_test(kept_rows_are_released_after_their_casts),
+        cmocka_unit_test(last_all_reduced_outputs_are_kept),
+        cmocka_unit_test(failed_keep_output_leaves_output_with_caller),
+        cmocka_unit_test(kept_outputs_are_released_after_their_casts),
         cmocka_unit_test(second_kept_gather_buffer_replaces_first),
         cmocka_unit_test(shared_event_returns_to_pool_with_its_last_owner),
     };

@@ -91,11 +91,12 @@ static void host_does_not_wait_for_the_copy_of_a_table(void **state) {
     end();
 }
 
-typedef enum flip { NO_FLIP, FLIP_OWN_ROW, FLIP_ROWS } flip;
+typedef enum flip { NO_FLIP, FLIP_OWN_SHARD, FLIP_GATHERED } flip;
 
-static uint64_t of_rows; /* checksum of the gathered rows alone */
+static uint64_t of_shards; /* checksum of the gathered rank shards alone */
 
-/* Gathers the unit of layer 1, flips a bit of a row, and sets `of_rows`. Returns the checksum. */
+/* Gathers the unit of layer 1, flips a bit of a rank shard, and sets `of_shards`. Returns the
+ * checksum. */
 static uint64_t gather_with_flip(flip what, uint64_t bit) {
     fc_gather *gather = &model->layers[1].groups[0].core.gather;
     fc_device_checksums **d = &model->comm.device_checksums;
@@ -103,16 +104,16 @@ static uint64_t gather_with_flip(flip what, uint64_t bit) {
     assert_int_equal(fc_gather_start(gather, false, true, FC_STREAM_DIRECT), FC_OK);
     assert_int_equal(fc_gather_await(gather), FC_OK);
     sim_drain();
-    const int64_t row = gather->plan.row_bytes;
-    if (what == FLIP_OWN_ROW) {
-        const uint64_t own = (uint64_t)(8 * gather->pending.pg->rank * row);
+    const int64_t bytes = gather->plan.rank_bytes;
+    if (what == FLIP_OWN_SHARD) {
+        const uint64_t own = (uint64_t)(8 * gather->pending.pg->rank * bytes);
         sim_tensor_flip_bit(gather->pending.buffer, own + bit);
-    } else if (what == FLIP_ROWS) {
+    } else if (what == FLIP_GATHERED) {
         sim_tensor_flip_bit(gather->pending.buffer, bit);
     }
     fct_facts facts;
     fct_tensor_facts(gather->pending.buffer, &facts);
-    of_rows = fck_checksum(facts.data, (size_t)(gather->plan.world * row));
+    of_shards = fck_checksum(facts.data, (size_t)(gather->plan.world * bytes));
     assert_int_equal(fc_gather_copy_out(gather), FC_OK);
     sim_drain();
     fc_gather_complete(gather, NULL);
@@ -125,25 +126,25 @@ static uint64_t gather_with_flip(flip what, uint64_t bit) {
     return list[before].value;
 }
 
-static void each_flipped_bit_of_a_gathered_row_changes_the_checksum(void **state) {
+static void each_flipped_bit_of_a_gathered_shard_changes_the_checksum(void **state) {
     (void)state;
     begin();
     const uint64_t right = gather_with_flip(NO_FLIP, 0);
     for (int i = 0; i < FLIPS; i++) {
-        assert_true(gather_with_flip(FLIP_ROWS, sim_random()) != right);
+        assert_true(gather_with_flip(FLIP_GATHERED, sim_random()) != right);
         assert_int_equal(gather_with_flip(NO_FLIP, 0), right);
     }
     end();
 }
 
 /* If a bit flips after the pack, the other ranks may receive it, too. Their checksum is that of the
- * rows. */
-static void changed_own_row_has_another_checksum_than_the_gathered_rows(void **state) {
+ * rank shards. */
+static void changed_own_shard_has_another_checksum_than_the_gathered_shards(void **state) {
     (void)state;
     begin();
-    assert_int_equal(gather_with_flip(NO_FLIP, 0), of_rows);
+    assert_int_equal(gather_with_flip(NO_FLIP, 0), of_shards);
     for (uint64_t bit = 0; bit < 64; bit++) {
-        assert_true(gather_with_flip(FLIP_OWN_ROW, bit) != of_rows);
+        assert_true(gather_with_flip(FLIP_OWN_SHARD, bit) != of_shards);
     }
     end();
 }
@@ -289,8 +290,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_step_adds_the_device_checksums_of_the_previous_step),
         cmocka_unit_test(host_does_not_wait_for_the_copy_of_a_table),
-        cmocka_unit_test(each_flipped_bit_of_a_gathered_row_changes_the_checksum),
-        cmocka_unit_test(changed_own_row_has_another_checksum_than_the_gathered_rows),
+        cmocka_unit_test(each_flipped_bit_of_a_gathered_shard_changes_the_checksum),
+        cmocka_unit_test(changed_own_shard_has_another_checksum_than_the_gathered_shards),
         cmocka_unit_test(captured_step_ends_no_interval_and_its_checksums_are_unknown),
         cmocka_unit_test(addition_during_a_capture_makes_the_sum_unknown),
         cmocka_unit_test(checksum_interval_ends_after_additions_on_every_stream),

@@ -80,7 +80,7 @@ static void expect_launches(const char *expected) {
 static void pack_of_one_dtype_is_one_operation(void **state) {
     (void)state;
     fixture f;
-    const double row[8] = {UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, 1, 2, 10, 11};
+    const double shard[8] = {UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, 1, 2, 10, 11};
     begin(&f);
     add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 1);
     add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 10);
@@ -88,7 +88,7 @@ static void pack_of_one_dtype_is_one_operation(void **state) {
     fct_tensor *buffer = new_unwritten_tensor(FCK_FLOAT32, 8);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 16, &f.err), FC_OK);
     expect_launches("fct_foreach_copy");
-    sim_tensor_expect(buffer, row, "the gather buffer");
+    sim_tensor_expect(buffer, shard, "the gather buffer");
     fct_tensor_release(buffer);
     end(&f);
 }
@@ -96,7 +96,7 @@ static void pack_of_one_dtype_is_one_operation(void **state) {
 static void pack_with_casts_is_one_operation_per_dtype_pair(void **state) {
     (void)state;
     fixture f;
-    const double row[6] = {1, 2, 10, 11, 20, 21};
+    const double shard[6] = {1, 2, 10, 11, 20, 21};
     begin(&f);
     add_param(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 1);
     add_param(&f, 2, 2, 0, FCK_BFLOAT16, FCT_NO_DTYPE, 10);
@@ -105,14 +105,14 @@ static void pack_with_casts_is_one_operation_per_dtype_pair(void **state) {
     fct_tensor *buffer = new_unwritten_tensor(FCK_BFLOAT16, 6);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 0, &f.err), FC_OK);
     expect_launches("fct_foreach_copy fct_foreach_copy");
-    sim_tensor_expect(buffer, row, "the gather buffer");
+    sim_tensor_expect(buffer, shard, "the gather buffer");
     fct_tensor_release(buffer);
     end(&f);
 }
 
-/* In a row of bytes all copies without a cast are one operation. A float at an unaligned offset
+/* In a buffer of bytes all copies without a cast are one operation. A float at an unaligned offset
  * (10 bytes) is first cast into a temporary tensor, which the same operation copies. */
-static void pack_into_byte_row_copies_shards_without_cast_in_one_operation(void **state) {
+static void pack_into_byte_buffer_copies_shards_without_cast_in_one_operation(void **state) {
     (void)state;
     fixture f;
     fct_tensor *floats = NULL;
@@ -166,10 +166,10 @@ static void pack_without_buffer_writes_flat_tensors_directly(void **state) {
 
 /* ---- unpack ---- */
 
-static void unpack(fixture *f, const double *rows, int64_t numel) {
+static void unpack(fixture *f, const double *gathered, int64_t numel) {
     fct_facts facts;
     build_plan(f);
-    fct_tensor *buffer = sim_tensor_new(f->plan.dtype, 1, &numel, rows);
+    fct_tensor *buffer = sim_tensor_new(f->plan.dtype, 1, &numel, gathered);
     for (size_t i = 0; i < f->count; i++) {
         assert_int_equal(fc_param_alloc_flat(f->list[i], sim_device(), &facts, &f->err), FC_OK);
     }
@@ -182,11 +182,11 @@ static void unpack(fixture *f, const double *rows, int64_t numel) {
 static void unpack_of_dim_0_shards_is_one_split(void **state) {
     (void)state;
     fixture f;
-    const double rows[8] = {1, 2, 10, 11, 3, 4, 12, 13};
+    const double gathered[8] = {1, 2, 10, 11, 3, 4, 12, 13};
     begin(&f);
     add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    unpack(&f, rows, 8);
+    unpack(&f, gathered, 8);
     expect_launches("fct_split_copy");
     sim_tensor_expect(f.params[0].flat, (const double[4]){1, 2, 3, 4}, "the matrix");
     sim_tensor_expect(f.params[1].flat, (const double[4]){10, 11, 12, 13}, "the vector");
@@ -197,11 +197,11 @@ static void unpack_of_dim_0_shards_is_one_split(void **state) {
 static void unpack_copies_dim_1_shards_directly_with_one_other_parameter(void **state) {
     (void)state;
     fixture f;
-    const double rows[12] = {1, 2, 5, 6, 10, 11, 3, 4, 7, 8, 12, 13};
+    const double gathered[12] = {1, 2, 5, 6, 10, 11, 3, 4, 7, 8, 12, 13};
     begin(&f);
     add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    unpack(&f, rows, 12);
+    unpack(&f, gathered, 12);
     expect_launches("fct_tensor_copy fct_tensor_copy");
     sim_tensor_expect(f.params[0].flat, (const double[8]){1, 2, 3, 4, 5, 6, 7, 8}, "the matrix");
     sim_tensor_expect(f.params[1].flat, (const double[4]){10, 11, 12, 13}, "the vector");
@@ -211,12 +211,12 @@ static void unpack_copies_dim_1_shards_directly_with_one_other_parameter(void **
 static void unpack_uses_temporary_for_dim_1_shards_with_several_parameters(void **state) {
     (void)state;
     fixture f;
-    const double rows[16] = {20, 21, 1, 2, 5, 6, 10, 11, 22, 23, 3, 4, 7, 8, 12, 13};
+    const double gathered[16] = {20, 21, 1, 2, 5, 6, 10, 11, 22, 23, 3, 4, 7, 8, 12, 13};
     begin(&f);
     add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
-    unpack(&f, rows, 16);
+    unpack(&f, gathered, 16);
     expect_launches("fct_tensor_empty fct_split_copy fct_tensor_copy");
     sim_tensor_expect(f.params[0].flat, (const double[4]){20, 21, 22, 23}, "one vector");
     sim_tensor_expect(f.params[1].flat, (const double[8]){1, 2, 3, 4, 5, 6, 7, 8}, "the matrix");
@@ -224,21 +224,21 @@ static void unpack_uses_temporary_for_dim_1_shards_with_several_parameters(void 
     end(&f);
 }
 
-/* A row on CUDA has alignment gaps. In a build without CUDA kernels, one split operation still
- * copies all shards; its outputs for the gaps are temporary memory. */
+/* A rank shard on CUDA has alignment gaps. In a build without CUDA kernels, one split operation
+ * still copies all shards; its outputs for the gaps are temporary memory. */
 static void unpack_splits_off_alignment_gaps(void **state) {
     (void)state;
     fixture f;
     fct_facts facts;
     const int64_t numel[1] = {16};
     const fct_device cuda = {FCT_DEVICE_CUDA, 0};
-    const double rows[16] = {1, 2, 77, 77, 10, 77, 77, 77, 3, 4, 77, 77, 11, 77, 77, 77};
+    const double gathered[16] = {1, 2, 77, 77, 10, 77, 77, 77, 3, 4, 77, 77, 11, 77, 77, 77};
     begin(&f);
     add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     add_param(&f, 2, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     assert_int_equal(fc_gather_plan_build(&f.plan, f.list, 2, 2, false, cuda, &f.err), FC_OK);
-    assert_int_equal(f.plan.row_numel, 8);
-    fct_tensor *buffer = sim_tensor_new(FCK_FLOAT32, 1, numel, rows);
+    assert_int_equal(f.plan.rank_numel, 8);
+    fct_tensor *buffer = sim_tensor_new(FCK_FLOAT32, 1, numel, gathered);
     for (size_t i = 0; i < f.count; i++) {
         assert_int_equal(fc_param_alloc_flat(f.list[i], sim_device(), &facts, &f.err), FC_OK);
     }
@@ -274,7 +274,7 @@ static void pack_gradients(fixture *f, const fct_dtype *dtypes, fct_dtype reduce
         f->reduce.count++;
     }
     assert_int_equal(fc_reduce_plan_lay_out(&f->reduce, reduce, &needs_fallback, &f->err), FC_OK);
-    assert_int_equal(f->reduce.row_numel * 2, numel);
+    assert_int_equal(f->reduce.rank_numel * 2, numel);
     fct_tensor *buffer = new_unwritten_tensor(f->reduce.dtype, numel);
     sim_calls_clear();
     assert_int_equal(fc_foreach_pack_gradients(&f->foreach, &f->reduce, 2, buffer, 0, sim_device()),
@@ -364,7 +364,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(pack_of_one_dtype_is_one_operation),
         cmocka_unit_test(pack_with_casts_is_one_operation_per_dtype_pair),
-        cmocka_unit_test(pack_into_byte_row_copies_shards_without_cast_in_one_operation),
+        cmocka_unit_test(pack_into_byte_buffer_copies_shards_without_cast_in_one_operation),
         cmocka_unit_test(pack_without_buffer_writes_flat_tensors_directly),
         cmocka_unit_test(unpack_of_dim_0_shards_is_one_split),
         cmocka_unit_test(unpack_copies_dim_1_shards_directly_with_one_other_parameter),

@@ -209,9 +209,9 @@ static int start_fallback(void *owner, bool async_op, bool overlaps) {
     return 0;
 }
 
-static int fail_copy_out(void *owner, fct_tensor **rows) {
+static int fail_copy_out(void *owner, fct_tensor **buffer) {
     (void)owner;
-    (void)rows;
+    (void)buffer;
     return -1;
 }
 
@@ -247,9 +247,9 @@ static void failed_copy_out_of_fallback_drops_its_gather(void **state) {
     end();
 }
 
-static int skip_copy_out(void *owner, fct_tensor **rows) {
+static int skip_copy_out(void *owner, fct_tensor **buffer) {
     (void)owner;
-    *rows = NULL;
+    *buffer = NULL;
     return 0;
 }
 

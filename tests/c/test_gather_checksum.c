@@ -36,7 +36,7 @@ static uint64_t last_checksum(size_t expected_count) {
     return list[expected_count - 1].value;
 }
 
-/* Gathers, and flips a bit of the gathered row unless it is negative. Returns the checksum. */
+/* Gathers, and flips a bit of the gathered shards unless it is negative. Returns the checksum. */
 static uint64_t gather_with_flip(size_t number, int64_t bit) {
     assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_OK);
     assert_int_equal(fc_gather_await(gather), FC_OK);
@@ -49,7 +49,7 @@ static uint64_t gather_with_flip(size_t number, int64_t bit) {
     return last_checksum(number);
 }
 
-static void each_flipped_bit_of_a_gathered_row_changes_the_checksum(void **state) {
+static void each_flipped_bit_of_a_gathered_shard_changes_the_checksum(void **state) {
     (void)state;
     for (int mixed = 0; mixed < 2; mixed++) {
         begin(mixed != 0);
@@ -62,8 +62,8 @@ static void each_flipped_bit_of_a_gathered_row_changes_the_checksum(void **state
     }
 }
 
-/* All ranks gather the same rows, but this rank's row has changed since its pack. */
-static void checksum_differs_if_the_own_row_has_changed_since_the_pack(void **state) {
+/* All ranks gather the same shards, but this rank's shard has changed since its pack. */
+static void checksum_differs_if_the_own_shard_has_changed_since_the_pack(void **state) {
     (void)state;
     begin(false);
     const uint64_t right = gather_with_flip(1, -1);
@@ -123,7 +123,7 @@ static void repeated_copy_out_adds_one_checksum(void **state) {
     assert_true(call > 4); /* several calls have failed */
 }
 
-/* Another rank may use the rows of a prefetch that this rank abandons. */
+/* Another rank may use the shards of a prefetch that this rank abandons. */
 static void abandoned_gather_adds_an_unknown_checksum(void **state) {
     (void)state;
     const sim_checksum *list;
@@ -163,8 +163,8 @@ static void without_the_setting_no_checksum_is_added(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(each_flipped_bit_of_a_gathered_row_changes_the_checksum),
-        cmocka_unit_test(checksum_differs_if_the_own_row_has_changed_since_the_pack),
+        cmocka_unit_test(each_flipped_bit_of_a_gathered_shard_changes_the_checksum),
+        cmocka_unit_test(checksum_differs_if_the_own_shard_has_changed_since_the_pack),
         cmocka_unit_test(checksum_does_not_depend_on_chunks),
         cmocka_unit_test(repeated_copy_out_adds_one_checksum),
         cmocka_unit_test(abandoned_gather_adds_an_unknown_checksum),

@@ -191,7 +191,7 @@ static void group_of_one_rank_aliases_shards_if_all_parameters_can(void **state)
 
 /* The parameter follows a single two-byte element, where CUDA's kernel cannot convert to
  * float32. */
-static void parameter_is_cast_at_any_offset_in_row(void **state) {
+static void parameter_is_cast_at_any_offset_in_rank_shard(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_scenario scenario = plain;
@@ -575,7 +575,7 @@ int main(void) {
         cmocka_unit_test(unshard_on_one_rank_issues_no_collective),
         cmocka_unit_test(one_rank_keeps_autograd_leaves_if_some_parameter_cannot_alias),
         cmocka_unit_test(group_of_one_rank_aliases_shards_if_all_parameters_can),
-        cmocka_unit_test(parameter_is_cast_at_any_offset_in_row),
+        cmocka_unit_test(parameter_is_cast_at_any_offset_in_rank_shard),
         cmocka_unit_test(reshard_in_forward_is_skipped_without_reshard_after_forward),
         cmocka_unit_test(reshard_in_forward_uses_smaller_group_if_set),
         cmocka_unit_test(forward_gathers_shards_that_were_written_before_backward),

@@ -184,49 +184,48 @@ static void pack_casts_misaligned_elements_on_cpu_only(void **state) {
 
 /* ---- unpack ---- */
 
-static void unpack_concatenates_each_column_over_rows(void **state) {
+static void unpack_concatenates_each_slot_over_ranks(void **state) {
     (void)state;
-    enum { COLUMNS = 150 };
-    static fck_column columns[COLUMNS];
-    static int64_t dst_offset[COLUMNS];
+    enum { SLOTS = 150 };
+    static fck_slot slots[SLOTS];
+    static int64_t dst_offset[SLOTS];
     for (uint64_t seed = 0; seed < ROUNDS; seed++) {
         random_state random = {seed + 1000};
         const int64_t world = draw_between(&random, 1, draw(&random) % 4 == 0 ? 70 : 9);
-        const size_t count =
-            (size_t)draw_between(&random, 0, draw(&random) % 8 == 0 ? COLUMNS : 10);
-        int64_t row_bytes = 0;
+        const size_t count = (size_t)draw_between(&random, 0, draw(&random) % 8 == 0 ? SLOTS : 10);
+        int64_t rank_bytes = 0;
         int64_t arena_bytes = GUARD;
         for (size_t i = 0; i < count; i++) {
-            row_bytes += draw(&random) % 2 ? 0 : draw_between(&random, 0, 20);
-            columns[i].offset = row_bytes;
-            columns[i].bytes = world > 9 ? draw_between(&random, 0, 40) : draw_size(&random);
-            columns[i].blocks = draw_blocks(&random, columns[i].bytes);
-            row_bytes += columns[i].bytes * columns[i].blocks;
+            rank_bytes += draw(&random) % 2 ? 0 : draw_between(&random, 0, 20);
+            slots[i].offset = rank_bytes;
+            slots[i].bytes = world > 9 ? draw_between(&random, 0, 40) : draw_size(&random);
+            slots[i].blocks = draw_blocks(&random, slots[i].bytes);
+            rank_bytes += slots[i].bytes * slots[i].blocks;
             dst_offset[i] = arena_bytes + draw_between(&random, 0, 20);
-            arena_bytes = dst_offset[i] + world * columns[i].bytes * columns[i].blocks;
+            arena_bytes = dst_offset[i] + world * slots[i].bytes * slots[i].blocks;
         }
         arena_bytes += GUARD;
-        unsigned char *rows = new_elements(&random, FCK_UINT8, world * row_bytes);
+        unsigned char *gathered = new_elements(&random, FCK_UINT8, world * rank_bytes);
         unsigned char *expected = new_bytes(arena_bytes, UNTOUCHED);
         for (size_t i = 0; i < count; i++) {
             unsigned char *to = expected + dst_offset[i];
-            for (int64_t part = 0; part < columns[i].blocks * world; part++) {
-                const int64_t from = columns[i].offset + part / world * columns[i].bytes;
-                for (int64_t k = 0; k < columns[i].bytes; k++) {
-                    *to++ = rows[part % world * row_bytes + from + k];
+            for (int64_t part = 0; part < slots[i].blocks * world; part++) {
+                const int64_t from = slots[i].offset + part / world * slots[i].bytes;
+                for (int64_t k = 0; k < slots[i].bytes; k++) {
+                    *to++ = gathered[part % world * rank_bytes + from + k];
                 }
             }
         }
         FOR_EACH_BACKEND(backend) {
             unsigned char *actual = new_bytes(arena_bytes, UNTOUCHED);
             for (size_t i = 0; i < count; i++) {
-                columns[i].dst = columns[i].bytes > 0 ? actual + dst_offset[i] : NULL;
+                slots[i].dst = slots[i].bytes > 0 ? actual + dst_offset[i] : NULL;
             }
-            assert_null(backend->unpack(rows, row_bytes, world, columns, count, NULL));
+            assert_null(backend->unpack(gathered, rank_bytes, world, slots, count, NULL));
             assert_same_bytes(actual, expected, arena_bytes, backend, seed + 1000);
             free(actual);
         }
-        free(rows);
+        free(gathered);
         free(expected);
     }
 }
@@ -238,17 +237,17 @@ typedef struct gradient_case {
     unsigned char *source_memory[150]; /* memory that gradient.src points into; owned */
     size_t count;
     int64_t world;
-    int64_t row_numel;
+    int64_t rank_numel;
     fck_dtype dst_dtype;
 } gradient_case;
 
-/* Chunks as in FSDP (ceil(numel / world), so late rows may be short or empty), sometimes larger or
- * zero. Gradients may have fewer elements than the world, none, or different dtypes. */
+/* Chunks as in FSDP (ceil(numel / world), so late ranks may have few or no elements), sometimes
+ * larger or zero. Gradients may have fewer elements than the world, none, or different dtypes. */
 static void gradient_case_init(gradient_case *c, random_state *random) {
     c->world = draw_between(random, 1, draw(random) % 4 == 0 ? 70 : 9);
     c->count = (size_t)draw_between(random, 0, draw(random) % 8 == 0 ? 150 : 10);
     c->dst_dtype = FLOATS[draw(random) % FLOAT_TYPES];
-    c->row_numel = draw_between(random, 0, 3);
+    c->rank_numel = draw_between(random, 0, 3);
     for (size_t i = 0; i < c->count; i++) {
         fck_gradient *g = &c->gradient[i];
         g->src_dtype = draw(random) % 2 ? c->dst_dtype : FLOATS[draw(random) % FLOAT_TYPES];
@@ -258,14 +257,14 @@ static void gradient_case_init(gradient_case *c, random_state *random) {
         if (draw(random) % 8 == 0) {
             g->chunk += draw_between(random, 0, 30);
         }
-        g->offset = c->row_numel + draw_between(random, 0, 3);
+        g->offset = c->rank_numel + draw_between(random, 0, 3);
         g->blocks = draw_blocks(random, g->numel);
-        c->row_numel = g->offset + g->blocks * g->chunk;
+        c->rank_numel = g->offset + g->blocks * g->chunk;
         const int64_t shift = draw_between(random, 0, 9);
         c->source_memory[i] = new_elements(random, g->src_dtype, g->blocks * g->numel + shift);
         g->src = g->numel > 0 ? c->source_memory[i] + shift * g->itemsize : NULL;
     }
-    c->row_numel += draw_between(random, 0, 3);
+    c->rank_numel += draw_between(random, 0, 3);
 }
 
 /* Computes the expected slots: element r * chunk + k of each block, or zero past its end. Gaps stay
@@ -278,7 +277,7 @@ static void gradient_case_expect(const gradient_case *c, unsigned char *dst) {
             const int64_t r = part / g->blocks;
             const int64_t b = part % g->blocks;
             for (int64_t k = 0; k < g->chunk; k++) {
-                const int64_t at = r * c->row_numel + g->offset + b * g->chunk + k;
+                const int64_t at = r * c->rank_numel + g->offset + b * g->chunk + k;
                 unsigned char *slot = dst + at * size;
                 const int64_t element = r * g->chunk + k;
                 if (element < g->numel) {
@@ -293,20 +292,20 @@ static void gradient_case_expect(const gradient_case *c, unsigned char *dst) {
     }
 }
 
-static void pack_gradients_distributes_to_rows_and_pads_with_zeros(void **state) {
+static void pack_gradients_distributes_to_ranks_and_pads_with_zeros(void **state) {
     (void)state;
     static gradient_case c;
     for (uint64_t seed = 0; seed < ROUNDS; seed++) {
         random_state random = {seed + 2000};
         gradient_case_init(&c, &random);
         const int64_t size = size_of(c.dst_dtype);
-        const int64_t bytes = c.world * c.row_numel * size + 2 * GUARD;
+        const int64_t bytes = c.world * c.rank_numel * size + 2 * GUARD;
         unsigned char *expected = new_bytes(bytes, UNTOUCHED);
         gradient_case_expect(&c, expected + GUARD + size);
         FOR_EACH_BACKEND(backend) {
             unsigned char *actual = new_bytes(bytes, UNTOUCHED);
             assert_null(backend->pack_gradients(c.gradient, c.count, c.world, actual + GUARD + size,
-                                                c.row_numel, c.dst_dtype, NULL));
+                                                c.rank_numel, c.dst_dtype, NULL));
             assert_same_bytes(actual, expected, bytes, backend, seed + 2000);
             free(actual);
         }
@@ -317,13 +316,13 @@ static void pack_gradients_distributes_to_rows_and_pads_with_zeros(void **state)
     }
 }
 
-/* Edge cases of FSDP with explicit numbers. Five rows of [2 | 1 | 0] slots: 7 elements in chunks of
- * 2, one element for five ranks, and a parameter without elements. */
+/* Edge cases of FSDP with explicit numbers. Five rank shards of [2 | 1 | 0] elements: 7 elements in
+ * chunks of 2, one element for five ranks, and a parameter without elements. */
 static void pack_gradients_of_uneven_small_and_empty_gradients_match_example(void **state) {
     (void)state;
     const float uneven[7] = {1, 2, 3, 4, 5, 6, 7};
     const double single[1] = {9};
-    static const float rows[5][3] = {{1, 2, 9}, {3, 4, 0}, {5, 6, 0}, {7, 0, 0}, {0, 0, 0}};
+    static const float rank_shards[5][3] = {{1, 2, 9}, {3, 4, 0}, {5, 6, 0}, {7, 0, 0}, {0, 0, 0}};
     FOR_EACH_BACKEND(backend) {
         float dst[5][3];
         memset(dst, UNTOUCHED, sizeof dst);
@@ -331,7 +330,7 @@ static void pack_gradients_of_uneven_small_and_empty_gradients_match_example(voi
                                           {single, 1, 1, 2, 1, 8, FCK_FLOAT64},
                                           {NULL, 0, 0, 3, 1, 4, FCK_FLOAT32}};
         assert_null(backend->pack_gradients(gradients, 3, 5, dst, 3, FCK_FLOAT32, NULL));
-        assert_memory_equal(dst, rows, sizeof dst);
+        assert_memory_equal(dst, rank_shards, sizeof dst);
         assert_null(backend->pack_gradients(gradients + 2, 1, 5, NULL, 0, FCK_FLOAT32, NULL));
     }
 }
@@ -419,8 +418,8 @@ int main(void) {
         cmocka_unit_test(pack_accepts_null_pointers_of_empty_segment),
         cmocka_unit_test(pack_with_unsupported_cast_fails_and_writes_nothing),
         cmocka_unit_test(pack_casts_misaligned_elements_on_cpu_only),
-        cmocka_unit_test(unpack_concatenates_each_column_over_rows),
-        cmocka_unit_test(pack_gradients_distributes_to_rows_and_pads_with_zeros),
+        cmocka_unit_test(unpack_concatenates_each_slot_over_ranks),
+        cmocka_unit_test(pack_gradients_distributes_to_ranks_and_pads_with_zeros),
         cmocka_unit_test(pack_gradients_of_uneven_small_and_empty_gradients_match_example),
         cmocka_unit_test(pack_gradients_writes_zeros_for_missing_gradient),
         cmocka_unit_test(tiles_cover_every_item_of_every_line_exactly_once),

@@ -7,7 +7,7 @@
 #include "sim.h"
 
 /* The last of `world` ranks, with shards of 4 and 2 elements. On CUDA each shard takes a multiple
- * of 16 bytes, so a row has 8 float32 elements. */
+ * of 16 bytes, so a rank shard has 8 float32 elements. */
 typedef struct fixture {
     fc_param params[2];
     fc_param *list[2];
@@ -52,16 +52,16 @@ static fct_tensor *new_ones(int64_t numel) {
     return sim_tensor_new(FCK_FLOAT32, 1, &numel, values);
 }
 
-static void offloaded_shards_without_cast_are_uploaded_to_row(void **state) {
+static void offloaded_shards_without_cast_are_uploaded_to_gather_buffer(void **state) {
     (void)state;
     for (int pinned = 0; pinned < 2; pinned++) {
         fixture f;
-        const double row[16] = {1, 1, 1, 1, 1, 1, 1, 1, 5, 6, 7, 8, 9, 10, 1, 1};
+        const double expected[16] = {1, 1, 1, 1, 1, 1, 1, 1, 5, 6, 7, 8, 9, 10, 1, 1};
         begin(&f, 2, pinned != 0, FCT_NO_DTYPE);
         fct_tensor *buffer = new_ones(16);
         assert_int_equal(fc_offload_place(&f.plan, f.list, buffer, 32, &f.err), FC_OK);
         assert_string_equal(sim_calls_text(), "fct_tensor_upload fct_tensor_upload");
-        sim_tensor_expect(buffer, row, "the buffer");
+        sim_tensor_expect(buffer, expected, "the buffer");
         fct_tensor_release(buffer);
         end(&f);
     }
@@ -192,7 +192,7 @@ static void simulator_reports_early_read_of_queued_gradient(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(offloaded_shards_without_cast_are_uploaded_to_row),
+        cmocka_unit_test(offloaded_shards_without_cast_are_uploaded_to_gather_buffer),
         cmocka_unit_test(offloaded_shards_with_cast_are_staged_for_pack),
         cmocka_unit_test(offloaded_shards_of_one_rank_fill_flat_tensors),
         cmocka_unit_test(unstage_after_failed_upload_releases_staged_copies),

@@ -1,5 +1,5 @@
-/* Transfer plans: offsets of shards in a row of the gather buffer, and of gradients in the rows of
- * the reduce buffer. */
+/* Transfer plans: offsets of shards in a rank shard of the gather buffer, and of gradients in those
+ * of the reduce buffer. */
 #include "core/plan.h"
 
 #include <string.h>
@@ -46,8 +46,8 @@ static void gather_plan_places_shards_consecutively(void **state) {
     fc_param *params[2] = {&a, &b};
     fc_gather_plan plan = gather_plan_of(params, 2);
     assert_int_equal(plan.dtype, FCK_FLOAT32);
-    assert_int_equal(plan.row_numel, 9 + 2); /* padded: 3 of 6 rows, 2 of 4 elements */
-    assert_int_equal(plan.row_bytes, 44);
+    assert_int_equal(plan.rank_numel, 9 + 2); /* padded: 3 of 6 rows, 2 of 4 elements */
+    assert_int_equal(plan.rank_bytes, 44);
     assert_int_equal(plan.slots[0].offset, 0);
     assert_int_equal(plan.slots[1].offset, 36);
     assert_int_equal(plan.slots[0].numel, 9);
@@ -64,7 +64,7 @@ static void gather_plan_casts_to_compute_dtype(void **state) {
     fc_param *params[1] = {&a};
     fc_gather_plan plan = gather_plan_of(params, 1);
     assert_int_equal(plan.dtype, FCK_BFLOAT16);
-    assert_int_equal(plan.row_bytes, 4);
+    assert_int_equal(plan.rank_bytes, 4);
     assert_int_equal(plan.slots[0].source, FCK_FLOAT32);
     assert_int_equal(plan.slots[0].compute, FCK_BFLOAT16);
     fc_gather_plan_fini(&plan);
@@ -78,8 +78,8 @@ static void gather_plan_of_several_compute_dtypes_uses_bytes(void **state) {
     fc_param *params[2] = {&a, &b};
     fc_gather_plan plan = gather_plan_of(params, 2);
     assert_int_equal(plan.dtype, FCK_UINT8);
-    assert_int_equal(plan.row_numel, 2 + 8);
-    assert_int_equal(plan.row_bytes, 2 + 8);
+    assert_int_equal(plan.rank_numel, 2 + 8);
+    assert_int_equal(plan.rank_bytes, 2 + 8);
     assert_int_equal(plan.slots[1].offset, 2);
     fc_gather_plan_fini(&plan);
     fc_param_fini(&a);
@@ -87,7 +87,7 @@ static void gather_plan_of_several_compute_dtypes_uses_bytes(void **state) {
 }
 
 /* The shards are 3 bfloat16, an empty shard, one float64 and 5 bytes. */
-static void gather_plan_on_cuda_aligns_slots_and_rows_to_16_bytes(void **state) {
+static void gather_plan_on_cuda_aligns_slots_and_rank_shards_to_16_bytes(void **state) {
     (void)state;
     fc_param a = vector("a", 6, FCK_BFLOAT16, FCT_NO_DTYPE);
     fc_param none = vector("none", 0, FCK_BFLOAT16, FCT_NO_DTYPE);
@@ -101,12 +101,12 @@ static void gather_plan_on_cuda_aligns_slots_and_rows_to_16_bytes(void **state) 
     assert_int_equal(plan.slots[1].offset, 6);
     assert_int_equal(plan.slots[2].offset, 16);
     assert_int_equal(plan.slots[3].offset, 32);
-    assert_int_equal(plan.row_bytes, 48);
-    assert_int_equal(plan.row_numel, 48);
+    assert_int_equal(plan.rank_bytes, 48);
+    assert_int_equal(plan.rank_numel, 48);
     assert_int_equal(fc_gather_plan_build(&plan, &params[0], 1, 2, false, CUDA, &err), FC_OK);
-    assert_int_equal(plan.row_numel, 8);
+    assert_int_equal(plan.rank_numel, 8);
     assert_int_equal(fc_gather_plan_build(&plan, &params[1], 1, 2, false, CUDA, &err), FC_OK);
-    assert_int_equal(plan.row_numel, 0);
+    assert_int_equal(plan.rank_numel, 0);
     fc_gather_plan_fini(&plan);
     fc_param_fini(&a);
     fc_param_fini(&none);
@@ -125,7 +125,7 @@ static void gather_plan_slot_of_nonzero_dim_has_several_blocks(void **state) {
     assert_int_equal(plan.slots[1].outer, 3);
     assert_int_equal(plan.slots[1].offset, 4);
     assert_int_equal(plan.slots[1].numel, 3 * 2 * 2); /* 2 of 4 rows of 2 floats each */
-    assert_int_equal(plan.row_bytes, 4 + 48);
+    assert_int_equal(plan.rank_bytes, 4 + 48);
     fc_gather_plan_fini(&plan);
     fc_param_fini(&a);
     fc_param_fini(&b);
@@ -141,11 +141,11 @@ static void gather_plan_build_uses_current_parameters(void **state) {
     a.param_dtype = FCK_BFLOAT16;
     b.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_gather_plan_build(&plan, params, 2, 2, false, CPU, &err), FC_OK);
-    assert_int_equal(plan.row_bytes, 8);
+    assert_int_equal(plan.rank_bytes, 8);
     assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, false, CPU, &err), FC_OK);
-    assert_int_equal(plan.row_bytes, 4);
+    assert_int_equal(plan.rank_bytes, 4);
     assert_int_equal(fc_gather_plan_build(&plan, params, 0, 2, false, CPU, &err), FC_OK);
-    assert_int_equal(plan.row_bytes, 0);
+    assert_int_equal(plan.rank_bytes, 0);
     assert_int_equal(plan.count, 0);
     fc_gather_plan_fini(&plan);
     fc_param_fini(&a);
@@ -165,7 +165,7 @@ static void post_forward_plan_gathers_compute_dtype_shards(void **state) {
     a.orig_dtype = FCK_FLOAT32;
     a.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, true, CPU, &err), FC_OK);
-    assert_int_equal(plan.row_numel, 3);
+    assert_int_equal(plan.rank_numel, 3);
     assert_int_equal(plan.slots[0].source, FCK_BFLOAT16);
     fc_gather_plan_fini(&plan);
     fc_param_fini(&a);
@@ -231,7 +231,7 @@ static void split_gather_plan_gives_large_parameters_own_chunks(void **state) {
         fc_gather_plan_set_split(&plan, false);
         fct_chunk_layout layout = fc_chunk_list_layout(&plan.chunks);
         assert_int_equal(layout.count, 1);
-        assert_int_equal(layout.row_numel, 2 + 5 + 3 + 32);
+        assert_int_equal(layout.rank_numel, 2 + 5 + 3 + 32);
         expect_run(&layout.runs[0], 0, 0, 2 + 5 + 3 + 32);
         expect_slot(&plan.slots[3], 0, (2 + 5 + 3) * 4);
         assert_true(fc_chunk_list_can_split(&plan.chunks));
@@ -239,7 +239,7 @@ static void split_gather_plan_gives_large_parameters_own_chunks(void **state) {
         layout = fc_chunk_list_layout(&plan.chunks);
         assert_int_equal(plan.chunks.count, 3);
         assert_int_equal(layout.count, 4);
-        assert_int_equal(layout.row_numel, 2 + 5 + 3 + 32);
+        assert_int_equal(layout.rank_numel, 2 + 5 + 3 + 32);
         expect_run(&layout.runs[0], 2, 0, 2);
         expect_run(&layout.runs[1], 0, 0, 5);
         expect_run(&layout.runs[2], 2, 2, 3);
@@ -252,7 +252,7 @@ static void split_gather_plan_gives_large_parameters_own_chunks(void **state) {
         assert_false(plan.chunks.chunks[2].owned);
         assert_int_equal(plan.chunks.chunks[2].numel, 2 + 3);
     }
-    /* Rows of several dtypes, and rows on other devices than the CPU, cannot be split. */
+    /* Plans of several dtypes, and plans on other devices than the CPU, cannot be split. */
     b.param_dtype = FCK_BFLOAT16;
     assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, CPU, &err), FC_OK);
     assert_false(fc_chunk_list_can_split(&plan.chunks));
@@ -327,7 +327,7 @@ static void end(reduction *r) {
 static const int64_t matrix_sizes[2] = {5, 3};
 static const int64_t vector_sizes[1] = {3};
 
-static void reduce_plan_distributes_gradients_to_rank_rows(void **state) {
+static void reduce_plan_distributes_gradients_to_rank_shards(void **state) {
     (void)state;
     reduction r = begin();
     collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
@@ -335,7 +335,7 @@ static void reduce_plan_distributes_gradients_to_rank_rows(void **state) {
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.needs_fallback, &r.err),
                      FC_OK);
     assert_int_equal(r.plan.dtype, FCK_FLOAT32);
-    assert_int_equal(r.plan.row_numel, 9 + 2);
+    assert_int_equal(r.plan.rank_numel, 9 + 2);
     assert_int_equal(r.plan.slots[0].offset, 0);
     assert_int_equal(r.plan.slots[1].offset, 9);
     assert_true(r.plan.native);
@@ -343,7 +343,7 @@ static void reduce_plan_distributes_gradients_to_rank_rows(void **state) {
 }
 
 /* A kernel of the device uses 16-byte accesses for every gradient, whatever precedes it. */
-static void reduce_plan_on_cuda_starts_slots_and_rows_at_16_bytes(void **state) {
+static void reduce_plan_on_cuda_starts_slots_and_rank_shards_at_16_bytes(void **state) {
     (void)state;
     const fct_device cuda = {.type = FCT_DEVICE_CUDA, .index = 0};
     const fct_dtype reduce_dtypes[2] = {FCK_FLOAT32, FCK_BFLOAT16};
@@ -357,7 +357,7 @@ static void reduce_plan_on_cuda_starts_slots_and_rows_at_16_bytes(void **state) 
             fc_reduce_plan_lay_out(&r.plan, reduce_dtypes[i], &r.needs_fallback, &r.err), FC_OK);
         assert_int_equal(r.plan.align, i == 0 ? 4 : 8);
         assert_int_equal(r.plan.slots[1].offset, i == 0 ? 12 : 16); /* after 9 elements */
-        assert_int_equal(r.plan.row_numel, i == 0 ? 16 : 24);
+        assert_int_equal(r.plan.rank_numel, i == 0 ? 16 : 24);
         assert_int_equal(fc_reduce_plan_gap(&r.plan, 0), i == 0 ? 3 : 7);
         assert_int_equal(fc_reduce_plan_gap(&r.plan, 1), i == 0 ? 2 : 6);
         end(&r);
@@ -370,7 +370,7 @@ static void reduce_plan_skips_parameters_without_gradient(void **state) {
     collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.needs_fallback, &r.err),
                      FC_OK);
-    assert_int_equal(r.plan.row_numel, 2);
+    assert_int_equal(r.plan.rank_numel, 2);
     assert_ptr_equal(r.plan.params[0], &r.vector);
     end(&r);
 }
@@ -503,7 +503,7 @@ static void reduce_plan_of_nonzero_dim_has_several_blocks(void **state) {
     assert_int_equal(fc_reduce_plan_lay_out(&r.plan, FCT_NO_DTYPE, &r.needs_fallback, &r.err),
                      FC_OK);
     assert_int_equal(r.plan.slots[1].offset, 2);
-    assert_int_equal(r.plan.row_numel, 2 + 6);
+    assert_int_equal(r.plan.rank_numel, 2 + 6);
     fc_param_fini(&p);
     end(&r);
 }
@@ -570,7 +570,7 @@ int main(void) {
         cmocka_unit_test(gather_plan_places_shards_consecutively),
         cmocka_unit_test(gather_plan_casts_to_compute_dtype),
         cmocka_unit_test(gather_plan_of_several_compute_dtypes_uses_bytes),
-        cmocka_unit_test(gather_plan_on_cuda_aligns_slots_and_rows_to_16_bytes),
+        cmocka_unit_test(gather_plan_on_cuda_aligns_slots_and_rank_shards_to_16_bytes),
         cmocka_unit_test(gather_plan_slot_of_nonzero_dim_has_several_blocks),
         cmocka_unit_test(gather_plan_build_uses_current_parameters),
         cmocka_unit_test(post_forward_plan_gathers_compute_dtype_shards),
@@ -578,8 +578,8 @@ int main(void) {
         cmocka_unit_test(gather_plan_of_unsupported_parameter_fails_with_name),
         cmocka_unit_test(split_gather_plan_gives_large_parameters_own_chunks),
         cmocka_unit_test(gather_plan_build_without_memory_fails_without_leak),
-        cmocka_unit_test(reduce_plan_distributes_gradients_to_rank_rows),
-        cmocka_unit_test(reduce_plan_on_cuda_starts_slots_and_rows_at_16_bytes),
+        cmocka_unit_test(reduce_plan_distributes_gradients_to_rank_shards),
+        cmocka_unit_test(reduce_plan_on_cuda_starts_slots_and_rank_shards_at_16_bytes),
         cmocka_unit_test(reduce_plan_skips_parameters_without_gradient),
         cmocka_unit_test(reduce_dtype_overrides_gradient_dtype),
         cmocka_unit_test(mixed_gradients_are_reduced_in_widest_dtype),

@@ -53,7 +53,7 @@ static void extended_parameter_has_one_slot_per_input(void **state) {
     assert_int_equal(plan.count, 4);
     assert_true(plan.extended);
     assert_int_equal(plan.dtype, FCK_UINT8);
-    assert_int_equal(plan.row_bytes, 64 + 5 + 8 + 4);
+    assert_int_equal(plan.rank_bytes, 64 + 5 + 8 + 4);
     assert_false(fc_chunk_list_can_split(&plan.chunks));
     const size_t owners[4] = {0, 1, 1, 2};
     for (size_t i = 0; i < 4; i++) {
@@ -97,7 +97,7 @@ static void plan_fits_only_inputs_that_it_was_built_for(void **state) {
     assert_int_equal(fc_extension_set_inputs(&a.extension, NULL, 0), FC_OK);
     assert_false(fc_gather_plan_fits(&plan, params, 1));
     assert_int_equal(fc_gather_plan_build(&plan, params, 1, 2, false, CPU, &error), FC_OK);
-    assert_int_equal(plan.row_bytes, 0);
+    assert_int_equal(plan.rank_bytes, 0);
     a.extended = false;
     assert_false(fc_gather_plan_fits(&plan, params, 1));
     fc_gather_plan_fini(&plan);

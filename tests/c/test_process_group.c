@@ -27,9 +27,9 @@ static fct_tensor *vector_of(int64_t numel, double value) {
     return sim_tensor_new(FCK_FLOAT32, 1, &numel, values);
 }
 
-static fc_status all_reduce(fc_process_group *pg, const char *modules, fct_tensor *row,
+static fc_status all_reduce(fc_process_group *pg, const char *modules, fct_tensor *output,
                             fct_work **work) {
-    return fc_process_group_all_reduce(pg, modules, row, FCT_SUM, true, work);
+    return fc_process_group_all_reduce(pg, modules, output, FCT_SUM, true, work);
 }
 
 static void process_group_is_resolved_once_and_released_by_fini(void **state) {
@@ -65,18 +65,19 @@ static void collective_opens_process_group_and_completes_in_wait(void **state) {
     fc_process_group group = begin();
     fct_work *work = NULL;
     fct_tensor *input = vector_of(4, 2.0);
-    fct_tensor *row = vector_of(2, 0.0);
+    fct_tensor *output = vector_of(2, 0.0);
     assert_int_equal(
-        fc_process_group_reduce_scatter(&group, "0", row, input, FCT_AVG, 1.0, true, &work), FC_OK);
+        fc_process_group_reduce_scatter(&group, "0", output, input, FCT_AVG, 1.0, true, &work),
+        FC_OK);
     assert_non_null(group.handle);
     assert_non_null(work);
     assert_int_equal(fc_process_group_wait(&group, "0", FC_REDUCE_SCATTER, &work), FC_OK);
     assert_null(work);
-    sim_tensor_expect(row, (const double[2]){1.5, 1.5}, "the mean of 1 and 2");
+    sim_tensor_expect(output, (const double[2]){1.5, 1.5}, "the mean of 1 and 2");
     assert_int_equal(fc_process_group_wait(&group, "0", FC_REDUCE_SCATTER, &work), FC_OK);
     assert_string_equal(sim_log_text(), "scatter:world");
     fct_tensor_release(input);
-    fct_tensor_release(row);
+    fct_tensor_release(output);
     end(&group);
 }
 
@@ -86,23 +87,23 @@ static void failed_collective_names_operation_modules_position_and_rank(void **s
     group.label.step = 4;
     group.label.pass = FCT_PASS_BACKWARD;
     fct_work *work = NULL;
-    fct_tensor *row = vector_of(2, 2.0);
+    fct_tensor *output = vector_of(2, 2.0);
     assert_int_equal(fc_process_group_open(&group), FC_OK);
     sim_fault_arm(1, SIM_ONCE);
-    assert_int_equal(all_reduce(&group, "blocks.3", row, &work), FC_ERAISED);
+    assert_int_equal(all_reduce(&group, "blocks.3", output, &work), FC_ERAISED);
     assert_string_equal(sim_error_explanation(),
                         "all-reduce of parameter group 'blocks.3' (step 4, backward) failed on "
                         "rank 1 of 2 of process group 'world'");
     for (int root = 0; root < 2; root++) {
         sim_discard_error();
         sim_fault_arm(1, SIM_ONCE);
-        assert_int_equal(all_reduce(&group, root ? "" : NULL, row, &work), FC_ERAISED);
+        assert_int_equal(all_reduce(&group, root ? "" : NULL, output, &work), FC_ERAISED);
         assert_non_null(
             strstr(sim_error_explanation(),
                    "all-reduce of the root's parameter group (step 4, backward) failed on"));
     }
     assert_null(work);
-    fct_tensor_release(row);
+    fct_tensor_release(output);
     end(&group);
 }
 
@@ -111,18 +112,18 @@ static void failed_collective_of_many_modules_names_the_first_and_the_last(void 
     fc_process_group group = begin();
     fct_work *work = NULL;
     char modules[800] = "";
-    fct_tensor *row = vector_of(2, 2.0);
+    fct_tensor *output = vector_of(2, 2.0);
     for (int i = 0; i < 40; i++) {
         (void)snprintf(modules + strlen(modules), 20, "%sblocks.%d", i > 0 ? ", " : "", i);
     }
     assert_int_equal(fc_process_group_open(&group), FC_OK);
     sim_fault_arm(1, SIM_ONCE);
-    assert_int_equal(all_reduce(&group, modules, row, &work), FC_ERAISED);
+    assert_int_equal(all_reduce(&group, modules, output, &work), FC_ERAISED);
     assert_non_null(
         strstr(sim_error_explanation(),
                "parameter group 'blocks.0, ... blocks.39 (40 modules)' (step 0, forward)"
                " failed on rank 1 of 2 of process group 'world'"));
-    fct_tensor_release(row);
+    fct_tensor_release(output);
     end(&group);
 }
 
@@ -145,8 +146,8 @@ static void failed_wait_keeps_work(void **state) {
     (void)state;
     fc_process_group group = begin();
     fct_work *work = NULL;
-    fct_tensor *row = vector_of(2, 2.0);
-    assert_int_equal(all_reduce(&group, "0", row, &work), FC_OK);
+    fct_tensor *output = vector_of(2, 2.0);
+    assert_int_equal(all_reduce(&group, "0", output, &work), FC_OK);
     group.label.step++; /* of a later collective */
     sim_fault_arm(1, SIM_ONCE);
     assert_int_equal(fc_process_group_wait(&group, "0", FC_ALL_GATHER, &work), FC_ERAISED);
@@ -156,7 +157,7 @@ static void failed_wait_keeps_work(void **state) {
     sim_discard_error();
     assert_int_equal(fc_process_group_wait(&group, "0", FC_ALL_REDUCE, &work), FC_OK);
     assert_null(work);
-    fct_tensor_release(row);
+    fct_tensor_release(output);
     end(&group);
 }
 
@@ -164,12 +165,12 @@ static void unresolved_process_group_is_not_reported_as_failed_collective(void *
     (void)state;
     fc_process_group group = begin();
     fct_work *work = NULL;
-    fct_tensor *row = vector_of(2, 2.0);
+    fct_tensor *output = vector_of(2, 2.0);
     sim_fault_arm(1, SIM_ONCE);
-    assert_int_equal(all_reduce(&group, "0", row, &work), FC_ERAISED);
+    assert_int_equal(all_reduce(&group, "0", output, &work), FC_ERAISED);
     assert_null(group.handle);
     assert_string_equal(sim_error_explanation(), "");
-    fct_tensor_release(row);
+    fct_tensor_release(output);
     end(&group);
 }
 

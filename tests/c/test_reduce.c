@@ -190,7 +190,7 @@ static void partial_gradient_is_reduced_without_new_gradient(void **state) {
     end(&f);
 }
 
-static void reduce_scatter_without_all_reduce_keeps_row_in_parameter(void **state) {
+static void reduce_scatter_without_all_reduce_keeps_output_in_parameter(void **state) {
     (void)state;
     sim_scenario scenario = two_ranks;
     scenario.replicas = 2;
@@ -202,14 +202,14 @@ static void reduce_scatter_without_all_reduce_keeps_row_in_parameter(void **stat
     expect_no_grad(&f, 0);
     assert_non_null(f.group->params[0].core.partial);
     core(&f)->reducer.all_reduce_grads = true;
-    post_backward(&f); /* no new gradient: only the row is all-reduced */
+    post_backward(&f); /* no new gradient: only the output is all-reduced */
     finish(&f);
     expect_grad(&f, 0, 2.5 * 2.0); /* the ranks have 1, 2, 3 and 4 times the gradient */
     assert_null(f.group->params[0].core.partial);
     end(&f);
 }
 
-static void gradients_of_one_rank_are_added_to_its_partial_row(void **state) {
+static void gradients_of_one_rank_are_added_to_its_partial_output(void **state) {
     (void)state;
     fixture f = begin((sim_scenario){
         .device.streams = true, .world = 1, .replicas = 2, .shape_count = 1, .shapes = {FLOATS}});
@@ -486,14 +486,14 @@ static struct {
 
 /* Like GroupCommunication._run_reduce_hook of fsdp_c: the user's stream waits for the stream that
  * reduces, which then waits for the user's stream. */
-static int reduce_hook_on_user_stream(void *group, fct_tensor *row) {
+static int reduce_hook_on_user_stream(void *group, fct_tensor *output) {
     fc_comm_ctx *comm = ((sim_group *)group)->core.base.comm;
     fct_stream before = fct_stream_current(sim_device());
     /* As in torch: the next reduce-scatter does not wait for the hook. */
     assert_int_equal(before.id, comm->all_reduce_stream.id);
     assert_int_equal(fc_comm_order_streams(comm, user.stream, before), FC_OK);
     (void)fct_stream_set_current(user.stream);
-    assert_int_equal(fct_tensor_div(row, 0.5), 0);
+    assert_int_equal(fct_tensor_div(output, 0.5), 0);
     (void)fct_stream_set_current(before);
     if (user.joined) {
         assert_int_equal(fc_comm_order_streams(comm, before, user.stream), FC_OK);
@@ -501,9 +501,9 @@ static int reduce_hook_on_user_stream(void *group, fct_tensor *row) {
     return 0;
 }
 
-/* The row is cast, so the next reduction could reuse its memory while the hook still runs (B9 of
+/* The output is cast, so the next reduction could reuse its memory while the hook still runs (B9 of
  * tests/TORCH_BUGS.md). */
-static void row_is_kept_until_all_reduce_hook_stream_has_used_it(void **state) {
+static void output_is_kept_until_all_reduce_hook_stream_has_used_it(void **state) {
     (void)state;
     for (int joined = 0; joined < 2; joined++) {
         sim_scenario scenario = two_ranks;
@@ -578,8 +578,8 @@ int main(void) {
         cmocka_unit_test(backward_without_sync_leaves_gradient_in_parameter),
         cmocka_unit_test(backward_without_sync_leaves_gradient_in_reduce_dtype),
         cmocka_unit_test(partial_gradient_is_reduced_without_new_gradient),
-        cmocka_unit_test(reduce_scatter_without_all_reduce_keeps_row_in_parameter),
-        cmocka_unit_test(gradients_of_one_rank_are_added_to_its_partial_row),
+        cmocka_unit_test(reduce_scatter_without_all_reduce_keeps_output_in_parameter),
+        cmocka_unit_test(gradients_of_one_rank_are_added_to_its_partial_output),
         cmocka_unit_test(parameter_without_gradient_gets_none),
         cmocka_unit_test(reduce_unused_reduces_zeros_for_missing_gradient),
         cmocka_unit_test(non_overlapping_reduction_completes_before_backward_continues),
@@ -593,7 +593,7 @@ int main(void) {
         cmocka_unit_test(discard_affects_only_reductions_of_group),
         cmocka_unit_test(stream_reduction_is_queued_completely_and_keeps_only_input),
         cmocka_unit_test(input_released_on_other_stream_is_reused_after_its_cast),
-        cmocka_unit_test(row_is_kept_until_all_reduce_hook_stream_has_used_it),
+        cmocka_unit_test(output_is_kept_until_all_reduce_hook_stream_has_used_it),
         cmocka_unit_test(offload_copies_before_failure_are_waited_for_after_reset),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,5 +1,5 @@
 /* Single reductions in flight: their order in the context, the gradients that finish passes on, and
- * partial rows. test_reduce.c covers the reductions that a group creates. */
+ * partial outputs. test_reduce.c covers the reductions that a group creates. */
 #include "core/reduction.h"
 
 #include <string.h>
@@ -12,7 +12,7 @@ static sim_group *group(size_t layer) {
     return &model->layers[layer].groups[0];
 }
 
-/* Two layers of two vectors each, on rank 0 of two: a row has 2 + 1 elements. */
+/* Two layers of two vectors each, on rank 0 of two: an output has 2 + 1 elements. */
 static void begin(void) {
     sim_scenario s = {.world = 2, .layers = 2, .shape_count = 2};
     s.shapes[0] = (sim_shape){.ndim = 1, .sizes = {4}};
@@ -43,7 +43,7 @@ static fc_reduction *start_reduction(size_t layer, double value) {
     r->count = r->total = 2;
     r->divide_after = 1.0;
     r->input = vector_of(6, value);
-    assert_int_equal(fc_reduction_row_numel(r), 3);
+    assert_int_equal(fc_reduction_output_numel(r), 3);
     r->output = vector_of(3, 0.0);
     assert_int_equal(fc_process_group_reduce_scatter(&m->shard, m->name, r->output, r->input,
                                                      FCT_SUM, 1.0, true, &r->work),
@@ -146,9 +146,9 @@ static void failed_finish_loses_only_that_reduction(void **state) {
     end();
 }
 
-/* HSDP: a backward without all-reduce leaves its row with the parameters; the next all-reduce takes
- * it from them. */
-static void partial_rows_stay_with_parameters_until_all_reduce(void **state) {
+/* HSDP: a backward without all-reduce leaves its output with the parameters; the next all-reduce
+ * takes it from them. */
+static void partial_outputs_stay_with_parameters_until_all_reduce(void **state) {
     (void)state;
     const double waiting[2] = {9.0, 9.0};
     begin();
@@ -157,7 +157,8 @@ static void partial_rows_stay_with_parameters_until_all_reduce(void **state) {
         assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
     }
     assert_false(has_grads(1));
-    sim_tensor_expect(group(1)->params[1].core.partial, waiting, "a row that waits"); /* 3 + 6 */
+    sim_tensor_expect(group(1)->params[1].core.partial, waiting,
+                      "an output that waits"); /* 3 + 6 */
     fc_reduction *r = start_reduction(1, 4.0);
     assert_int_equal(fc_reduction_wait(r), FC_OK);
     assert_int_equal(fc_reduction_merge_partials(r), FC_OK);
@@ -175,8 +176,8 @@ static size_t count_calls(const char *name) {
     return count;
 }
 
-/* torch adds the whole row at once. */
-static void partial_rows_of_one_buffer_are_added_in_one_operation(void **state) {
+/* torch adds the whole output at once. */
+static void partial_outputs_of_one_buffer_are_added_in_one_operation(void **state) {
     (void)state;
     begin();
     for (int i = 0; i < 3; i++) {
@@ -195,8 +196,8 @@ static void partial_rows_of_one_buffer_are_added_in_one_operation(void **state) 
     end();
 }
 
-/* The rows of two parameters may come from different backwards: one of them had no gradient. */
-static void start_with_partial_rows_of_two_buffers(void) {
+/* The outputs of two parameters may come from different backwards: one of them had no gradient. */
+static void start_with_partial_outputs_of_two_buffers(void) {
     begin();
     start_reduction(1, 1.0)->keep_partial = true;
     assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
@@ -205,11 +206,11 @@ static void start_with_partial_rows_of_two_buffers(void) {
     fct_tensor_release(other);
 }
 
-static void partial_rows_of_several_buffers_are_added_in_one_operation(void **state) {
+static void partial_outputs_of_several_buffers_are_added_in_one_operation(void **state) {
     (void)state;
     const double first[2] = {9.0, 9.0};
     const double second[1] = {11.0};
-    start_with_partial_rows_of_two_buffers();
+    start_with_partial_outputs_of_two_buffers();
     fc_reduction *r = start_reduction(1, 2.0);
     assert_int_equal(fc_reduction_wait(r), FC_OK);
     sim_calls_clear();
@@ -218,47 +219,47 @@ static void partial_rows_of_several_buffers_are_added_in_one_operation(void **st
     assert_int_equal(count_calls("fct_foreach_add"), 1);
     assert_null(group(1)->params[1].core.partial);
     assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
-    sim_tensor_expect(sim_grad_peek(group(1)->params[0].sharded), first, "rows of one buffer");
-    sim_tensor_expect(sim_grad_peek(group(1)->params[1].sharded), second, "rows of two buffers");
+    sim_tensor_expect(sim_grad_peek(group(1)->params[0].sharded), first, "outputs of one buffer");
+    sim_tensor_expect(sim_grad_peek(group(1)->params[1].sharded), second, "outputs of two buffers");
     end();
 }
 
-static void row_is_added_to_partial_rows_of_several_buffers_in_one_operation(void **state) {
+static void output_is_added_to_partial_outputs_of_several_buffers_in_one_operation(void **state) {
     (void)state;
     const double first[2] = {9.0, 9.0};
     const double second[1] = {11.0};
-    start_with_partial_rows_of_two_buffers();
+    start_with_partial_outputs_of_two_buffers();
     start_reduction(1, 2.0)->keep_partial = true;
     sim_calls_clear();
     assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
     assert_int_equal(count_calls("fct_tensor_add"), 0);
     assert_int_equal(count_calls("fct_foreach_add"), 1);
-    sim_tensor_expect(group(1)->params[0].core.partial, first, "a partial row of one buffer");
-    sim_tensor_expect(group(1)->params[1].core.partial, second, "a partial row of two buffers");
+    sim_tensor_expect(group(1)->params[0].core.partial, first, "a partial output of one buffer");
+    sim_tensor_expect(group(1)->params[1].core.partial, second, "a partial output of two buffers");
     end();
 }
 
-/* The partial rows stay with the parameters until all additions are queued. */
+/* The partial outputs stay with the parameters until all additions are queued. */
 static void failed_addition_of_several_buffers_is_reported(void **state) {
     (void)state;
     const double first[2] = {3.0, 3.0};
     const double second[1] = {5.0};
     const char *name = NULL;
-    start_with_partial_rows_of_two_buffers();
+    start_with_partial_outputs_of_two_buffers();
     fc_reduction *r = start_reduction(1, 2.0);
     assert_int_equal(fc_reduction_wait(r), FC_OK);
-    sim_fault_arm(3, SIM_ONCE); /* after two views of the row */
+    sim_fault_arm(3, SIM_ONCE); /* after two views of the output */
     assert_int_equal(fc_reduction_merge_partials(r), FC_ERAISED);
     assert_int_equal(sim_fault_fired(&name), SIM_FAULT_BOUNDARY);
     assert_string_equal(name, "fct_foreach_add");
     sim_discard_error();
-    sim_tensor_expect(group(1)->params[0].core.partial, first, "a partial row that is kept");
-    sim_tensor_expect(group(1)->params[1].core.partial, second, "a partial row that is kept");
+    sim_tensor_expect(group(1)->params[0].core.partial, first, "a partial output that is kept");
+    sim_tensor_expect(group(1)->params[1].core.partial, second, "a partial output that is kept");
     end();
 }
 
-/* The partial row of a parameter without gradient in this backward is copied to the row. */
-static void partial_row_without_new_gradient_is_copied(void **state) {
+/* The partial output of a parameter without gradient in this backward is copied to the output. */
+static void partial_output_without_new_gradient_is_copied(void **state) {
     (void)state;
     begin();
     start_reduction(1, 1.0)->keep_partial = true;
@@ -273,13 +274,13 @@ static void partial_row_without_new_gradient_is_copied(void **state) {
     assert_int_equal(fc_reduction_recycle(&model->comm, 0), FC_OK);
     const double first[2] = {9.0, 9.0};
     const double second[1] = {3.0};
-    sim_tensor_expect(sim_grad_peek(group(1)->params[0].sharded), first, "an added row");
-    sim_tensor_expect(sim_grad_peek(group(1)->params[1].sharded), second, "a copied row");
+    sim_tensor_expect(sim_grad_peek(group(1)->params[0].sharded), first, "an added output");
+    sim_tensor_expect(sim_grad_peek(group(1)->params[1].sharded), second, "a copied output");
     end();
 }
 
-/* torch frees the reduced row as soon as it is added to the partial row. */
-static void merged_row_is_released_before_reduction_is_recycled(void **state) {
+/* torch frees the reduced output as soon as it is added to the partial output. */
+static void merged_output_is_released_before_reduction_is_recycled(void **state) {
     (void)state;
     begin();
     start_reduction(1, 1.0)->keep_partial = true;
@@ -340,13 +341,13 @@ int main(void) {
         cmocka_unit_test(abandoned_reduction_keeps_memory_until_work_completes),
         cmocka_unit_test(finish_divides_and_passes_gradient_once),
         cmocka_unit_test(failed_finish_loses_only_that_reduction),
-        cmocka_unit_test(partial_rows_stay_with_parameters_until_all_reduce),
-        cmocka_unit_test(partial_rows_of_one_buffer_are_added_in_one_operation),
-        cmocka_unit_test(partial_rows_of_several_buffers_are_added_in_one_operation),
-        cmocka_unit_test(row_is_added_to_partial_rows_of_several_buffers_in_one_operation),
+        cmocka_unit_test(partial_outputs_stay_with_parameters_until_all_reduce),
+        cmocka_unit_test(partial_outputs_of_one_buffer_are_added_in_one_operation),
+        cmocka_unit_test(partial_outputs_of_several_buffers_are_added_in_one_operation),
+        cmocka_unit_test(output_is_added_to_partial_outputs_of_several_buffers_in_one_operation),
         cmocka_unit_test(failed_addition_of_several_buffers_is_reported),
-        cmocka_unit_test(partial_row_without_new_gradient_is_copied),
-        cmocka_unit_test(merged_row_is_released_before_reduction_is_recycled),
+        cmocka_unit_test(partial_output_without_new_gradient_is_copied),
+        cmocka_unit_test(merged_output_is_released_before_reduction_is_recycled),
         cmocka_unit_test(reduction_check_reports_inconsistent_list),
         cmocka_unit_test(reduction_by_callback_without_replicas_adds_no_checksum),
     };

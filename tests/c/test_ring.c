@@ -38,22 +38,22 @@ static float *random_floats(int64_t count) {
     return values;
 }
 
-static void check_all_rows(int64_t world, int64_t row) {
-    const int64_t total = world * row;
+static void check_all_ranks(int64_t world, int64_t numel) {
+    const int64_t total = world * numel;
     const int64_t block = gloo_block_numel(total, world);
     float *ranks[8];
-    const void *rows[8];
-    float *out = (float *)malloc(sizeof *out * (size_t)row);
+    const void *inputs[8];
+    float *out = (float *)malloc(sizeof *out * (size_t)numel);
     for (int64_t r = 0; r < world; r++) {
         ranks[r] = random_floats(total);
     }
     for (int64_t own = 0; own < world; own++) {
         for (int64_t r = 0; r < world; r++) {
-            rows[r] = ranks[r] + own * row;
+            inputs[r] = ranks[r] + own * numel;
         }
-        fck_ring_sum(FCK_FLOAT32, out, rows, world, total, own * row, row);
-        for (int64_t i = 0; i < row; i++) {
-            const float expected = simulate_ring_sum(ranks, world, block, own * row + i);
+        fck_ring_sum(FCK_FLOAT32, out, inputs, world, total, own * numel, numel);
+        for (int64_t i = 0; i < numel; i++) {
+            const float expected = simulate_ring_sum(ranks, world, block, own * numel + i);
             assert_memory_equal(&out[i], &expected, sizeof expected);
         }
     }
@@ -65,30 +65,30 @@ static void check_all_rows(int64_t world, int64_t row) {
 
 static void ring_sum_adds_in_hop_order(void **state) {
     (void)state;
-    static const int64_t rows[] = {1,    2,    3,    7,          64,     65,
-                                   1000, 2047, 2049, 131072 + 5, 600001, 600004};
+    static const int64_t numels[] = {1,    2,    3,    7,          64,     65,
+                                     1000, 2047, 2049, 131072 + 5, 600001, 600004};
     for (int64_t world = 2; world <= 8; world++) {
-        for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
-            if (rows[i] < 100000 || world == 3) {
-                check_all_rows(world, rows[i]);
+        for (size_t i = 0; i < sizeof numels / sizeof numels[0]; i++) {
+            if (numels[i] < 100000 || world == 3) {
+                check_all_ranks(world, numels[i]);
             }
         }
     }
 }
 
-static void ring_sum_can_overwrite_an_input_row(void **state) {
+static void ring_sum_can_overwrite_an_input(void **state) {
     (void)state;
     enum { N = 5000 };
     float *ranks[3], expected[N];
-    const void *rows[3];
+    const void *inputs[3];
     for (int r = 0; r < 3; r++) {
-        rows[r] = ranks[r] = random_floats(N);
+        inputs[r] = ranks[r] = random_floats(N);
     }
-    fck_ring_sum(FCK_FLOAT32, expected, rows, 3, 3 * N, N, N);
+    fck_ring_sum(FCK_FLOAT32, expected, inputs, 3, 3 * N, N, N);
     for (int r = 0; r < 3; r++) {
         float before[N];
         memcpy(before, ranks[r], sizeof before);
-        fck_ring_sum(FCK_FLOAT32, ranks[r], rows, 3, 3 * N, N, N);
+        fck_ring_sum(FCK_FLOAT32, ranks[r], inputs, 3, 3 * N, N, N);
         assert_memory_equal(ranks[r], expected, sizeof expected);
         memcpy(ranks[r], before, sizeof before);
     }
@@ -98,7 +98,7 @@ static void ring_sum_can_overwrite_an_input_row(void **state) {
 }
 
 /* bfloat16 cannot represent 1 + 1/256, and float16 cannot represent 2048 + 1. With a single
- * rounding at the end the two small rows would change the result. */
+ * rounding at the end the two small inputs would change the result. */
 static void ring_sum_rounds_at_each_hop(void **state) {
     (void)state;
     static const struct {
@@ -112,8 +112,8 @@ static void ring_sum_rounds_at_each_hop(void **state) {
             small[k] = cases[i].small;
         }
         /* The elements are in block 0, which passes from rank 2 to 1 to 0. */
-        const void *rows[3] = {small, small, large};
-        fck_ring_sum(cases[i].dtype, out, rows, 3, 1000, 0, 4);
+        const void *inputs[3] = {small, small, large};
+        fck_ring_sum(cases[i].dtype, out, inputs, 3, 1000, 0, 4);
         assert_memory_equal(out, large, sizeof out);
     }
 }
@@ -151,7 +151,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(ring_sum_nans_match_gloo),
         cmocka_unit_test(ring_sum_adds_in_hop_order),
-        cmocka_unit_test(ring_sum_can_overwrite_an_input_row),
+        cmocka_unit_test(ring_sum_can_overwrite_an_input),
         cmocka_unit_test(ring_sum_rounds_at_each_hop),
         cmocka_unit_test(ring_sum_supports_only_floating_dtypes),
     };

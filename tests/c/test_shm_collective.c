@@ -98,21 +98,21 @@ static void gather_with_checksums(int64_t numel) {
     shm_collective_drop_segments(op.collective);
     for (size_t k = 0; k < 2; k++) {
         for (int rank = 0; rank < me.world; rank++) {
-            const char *row = segments[k].data + (size_t)rank * segments[k].stride;
-            require(shm_collective_row_checksum(op.collective, k, rank, &checksum));
-            require(checksum == checksum_of(row, segments[k].bytes));
+            const char *shard = segments[k].data + (size_t)rank * segments[k].stride;
+            require(shm_collective_rank_checksum(op.collective, k, rank, &checksum));
+            require(checksum == checksum_of(shard, segments[k].bytes));
         }
     }
-    require(!shm_collective_row_checksum(op.collective, 2, 0, &checksum));
-    require(!shm_collective_row_checksum(op.collective, 0, me.world, &checksum));
-    require(!shm_collective_row_checksum(op.collective, 0, -1, &checksum));
+    require(!shm_collective_rank_checksum(op.collective, 2, 0, &checksum));
+    require(!shm_collective_rank_checksum(op.collective, 0, me.world, &checksum));
+    require(!shm_collective_rank_checksum(op.collective, 0, -1, &checksum));
     shm_collective_free(op.collective);
     free(first);
     free(second);
 }
 
-/* A row fits in one message, needs two, or exceeds the ring. Message boundaries divide some pieces
- * of segment 1. */
+/* A rank shard fits in one message, needs two, or exceeds the ring. Message boundaries divide some
+ * pieces of segment 1. */
 static void gather_all_sizes_with_checksums(void) {
     static const int64_t sizes[] = {3, 100003, 300001, 1500000};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
@@ -120,17 +120,17 @@ static void gather_all_sizes_with_checksums(void) {
     }
 }
 
-static void gathered_rows_have_the_checksums_of_their_bytes(void **state) {
+static void gathered_shards_have_the_checksums_of_their_bytes(void **state) {
     (void)state;
     run_ranks(gather_all_sizes_with_checksums, 2);
     run_ranks(gather_all_sizes_with_checksums, 3);
 }
 
-/* The first message of rank 0 contains only a part of its row. */
+/* The first message of rank 0 contains only a part of its shard. */
 static void read_checksums_too_early(void) {
-    static float rows[2 * 1500000];
-    const size_t bytes = sizeof rows / 2;
-    const shm_segment segment = {(char *)rows, bytes, 0, bytes};
+    static float gathered[2 * 1500000];
+    const size_t bytes = sizeof gathered / 2;
+    const shm_segment segment = {(char *)gathered, bytes, 0, bytes};
     uint64_t checksum = 0;
     issued op;
     shm_request request = request_of(FCT_OP_ALL_GATHER, 1500000);
@@ -142,16 +142,16 @@ static void read_checksums_too_early(void) {
     }
     require(start(&op, &request) != SHM_SUBMIT_FAILED);
     if (me.rank == 0) {
-        require(!shm_collective_row_checksum(op.collective, 0, 0, &checksum));
-        require(!shm_collective_row_checksum(op.collective, 0, 1, &checksum));
+        require(!shm_collective_rank_checksum(op.collective, 0, 0, &checksum));
+        require(!shm_collective_rank_checksum(op.collective, 0, 1, &checksum));
         barrier();
     }
     require(wait_for(&op, 0) == 1);
-    require(shm_collective_row_checksum(op.collective, 0, 1, &checksum));
+    require(shm_collective_rank_checksum(op.collective, 0, 1, &checksum));
     shm_collective_free(op.collective);
 }
 
-static void rows_that_are_not_complete_have_no_checksum(void **state) {
+static void shards_that_are_not_complete_have_no_checksum(void **state) {
     (void)state;
     run_ranks(read_checksums_too_early, 2);
 }
@@ -504,8 +504,8 @@ static void two_threads_of_a_rank_complete_operations_of_one_transport(void **st
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(collectives_of_all_sizes_have_the_expected_values),
-        cmocka_unit_test(gathered_rows_have_the_checksums_of_their_bytes),
-        cmocka_unit_test(rows_that_are_not_complete_have_no_checksum),
+        cmocka_unit_test(gathered_shards_have_the_checksums_of_their_bytes),
+        cmocka_unit_test(shards_that_are_not_complete_have_no_checksum),
         cmocka_unit_test(operations_complete_in_order_of_issue_and_once),
         cmocka_unit_test(wait_with_a_limit_leaves_the_operation_pending),
         cmocka_unit_test(different_collectives_fail_on_all_ranks_and_later_ones_too),

@@ -165,8 +165,8 @@ static void sim_streams_run_in_different_orders_per_seed(void **state) {
 
 /* ---- collectives ---- */
 
-static void row_of_ranks(void *context, int64_t rank, void *row, int64_t bytes) {
-    float *values = (float *)row;
+static void write_shard(void *context, int64_t rank, void *shard, int64_t bytes) {
+    float *values = (float *)shard;
     (void)context;
     for (int64_t i = 0; i < bytes / (int64_t)sizeof *values; i++) {
         values[i] = (float)(10 * rank + i);
@@ -175,16 +175,16 @@ static void row_of_ranks(void *context, int64_t rank, void *row, int64_t bytes) 
 
 typedef struct pending_all_gather {
     fct_pg *pg;
-    fct_tensor *all; /* 2 rows of 4 */
-    fct_tensor *own; /* row 1 of `all` */
+    fct_tensor *all; /* 2 rank shards of 4 elements */
+    fct_tensor *own; /* rank shard 1 of `all` */
     fct_work *work;
 } pending_all_gather;
 
-static pending_all_gather start_all_gather(bool is_row_correct) {
+static pending_all_gather start_all_gather(bool is_shard_correct) {
     pending_all_gather x = {NULL, NULL, NULL, NULL};
     const int64_t four[1] = {4};
-    double first = is_row_correct ? 10 : 0;
-    sim_pg_register("world", 2, 1, row_of_ranks, NULL);
+    double first = is_shard_correct ? 10 : 0;
+    sim_pg_register("world", 2, 1, write_shard, NULL);
     assert_int_equal(fct_pg_resolve("world", &x.pg), 0);
     x.all =
         sim_tensor_new(FCK_FLOAT32, 1, eight,
@@ -201,7 +201,7 @@ static void end_all_gather(const pending_all_gather *x) {
     fct_pg_release(x->pg);
 }
 
-static void sim_all_gather_returns_rows_of_all_ranks(void **state) {
+static void sim_all_gather_returns_shards_of_all_ranks(void **state) {
     (void)state;
     for (int streams = 0; streams < 2; streams++) {
         sim_begin((sim_config){.seed = 5, .streams = streams != 0});
@@ -209,13 +209,13 @@ static void sim_all_gather_returns_rows_of_all_ranks(void **state) {
         assert_non_null(x.work);
         assert_int_equal(fct_work_wait(x.work), 0);
         sim_tensor_expect(x.all, (const double[8]){0, 1, 2, 3, 10, 11, 12, 13},
-                          "the gathered rows");
+                          "the gathered shards");
         end_all_gather(&x);
         sim_end();
     }
 }
 
-static void sim_reports_wrong_row_in_all_gather(void **state) {
+static void sim_reports_wrong_shard_in_all_gather(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 5});
     pending_all_gather x = start_all_gather(false);
@@ -234,7 +234,7 @@ static void sim_reports_write_to_gathered_buffer_before_wait(void **state) {
         assert_true(sim_take_failures() > 0);
         end_all_gather(&x);
         sim_drain();
-        (void)sim_take_failures(); /* the row that was sent may have been overwritten */
+        (void)sim_take_failures(); /* the shard that was sent may have been overwritten */
         sim_end();
     }
 }
@@ -269,14 +269,14 @@ static void sim_reduce_scatter_adds_gradients_of_simulated_peers(void **state) {
     const int64_t four[1] = {4};
     fct_pg *pg = NULL;
     fct_work *work = NULL;
-    sim_pg_register("world", 2, 1, row_of_ranks, NULL);
+    sim_pg_register("world", 2, 1, write_shard, NULL);
     assert_int_equal(fct_pg_resolve("world", &pg), 0);
     fct_tensor *in =
         sim_tensor_new(FCK_FLOAT32, 1, eight, (const double[8]){0, 0, 0, 0, 2, 4, 6, 8});
     fct_tensor *out = sim_tensor_new(FCK_FLOAT32, 1, four, (const double[4]){0});
     assert_int_equal(fct_reduce_scatter(pg, NULL, out, in, FCT_AVG, 1.0, true, &work), 0);
     assert_int_equal(fct_work_wait(work), 0);
-    sim_tensor_expect(out, (const double[4]){1.5, 3, 4.5, 6}, "(1 + 2) / 2 times rank 0's row");
+    sim_tensor_expect(out, (const double[4]){1.5, 3, 4.5, 6}, "(1 + 2) / 2 times rank 0's part");
     fct_work_release(work);
     fct_tensor_release(in);
     fct_tensor_release(out);
@@ -373,8 +373,8 @@ int main(void) {
         cmocka_unit_test(sim_reports_reuse_of_memory_still_in_use),
         cmocka_unit_test(sim_event_covers_work_up_to_its_record),
         cmocka_unit_test(sim_streams_run_in_different_orders_per_seed),
-        cmocka_unit_test(sim_all_gather_returns_rows_of_all_ranks),
-        cmocka_unit_test(sim_reports_wrong_row_in_all_gather),
+        cmocka_unit_test(sim_all_gather_returns_shards_of_all_ranks),
+        cmocka_unit_test(sim_reports_wrong_shard_in_all_gather),
         cmocka_unit_test(sim_reports_write_to_gathered_buffer_before_wait),
         cmocka_unit_test(sim_reports_memory_freed_during_collective),
         cmocka_unit_test(sim_collective_holds_tensors_until_complete),

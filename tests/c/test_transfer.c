@@ -65,7 +65,7 @@ static fct_tensor *buffer_of(fct_dtype dtype, int64_t numel) {
     return sim_tensor_new(dtype, 1, &numel, values);
 }
 
-static void pack_writes_only_row_of_rank(void **state) {
+static void pack_writes_only_shard_of_rank(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
@@ -101,9 +101,9 @@ static void unpack_restores_whole_tensors(void **state) {
         fixture f;
         fct_facts facts;
         const int64_t twelve[1] = {12};
-        const double rows[12] = {1, 2, 3, 4, 7, 8, 5, 6, 0, 0, 9, 10};
+        const double gathered[12] = {1, 2, 3, 4, 7, 8, 5, 6, 0, 0, 9, 10};
         begin(&f, no_kernels != 0, FCT_NO_DTYPE);
-        fct_tensor *buffer = sim_tensor_new(FCK_FLOAT32, 1, twelve, rows);
+        fct_tensor *buffer = sim_tensor_new(FCK_FLOAT32, 1, twelve, gathered);
         for (int i = 0; i < 2; i++) {
             assert_int_equal(fc_param_alloc_flat(f.params[i], sim_device(), &facts, &f.err), FC_OK);
         }
@@ -116,7 +116,7 @@ static void unpack_restores_whole_tensors(void **state) {
     }
 }
 
-static void pack_gradients_distributes_rows_and_pads_with_zeros(void **state) {
+static void pack_gradients_distributes_to_ranks_and_pads_with_zeros(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
@@ -142,7 +142,7 @@ static void pack_gradients_distributes_rows_and_pads_with_zeros(void **state) {
     }
 }
 
-/* On CUDA the slot of a parameter starts at a multiple of 16 bytes. In the row of each rank the
+/* On CUDA the slot of a parameter starts at a multiple of 16 bytes. In each rank shard the
  * kernel fills the gap between `odd` and `even`. */
 static void pack_gradients_fills_gaps_with_zeros(void **state) {
     (void)state;
@@ -215,14 +215,14 @@ static void cast_without_kernel_uses_torch(void **state) {
     bool needs_fallback = true;
     const int64_t three_by_two[2] = {3, 2};
     const double packed[8] = {1, 2, 3, 4, 5, 6, 0, 0};
-    const double row[12] = {5,         6,         0,         0,         9,         10,
-                            UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN};
+    const double expected[12] = {5,         6,         0,         0,         9,         10,
+                                 UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN};
     begin(&f, false, INT64);
     assert_false(f.plan.native);
-    fct_tensor *rows = buffer_of(INT64, 12);
-    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &rows, 0, NULL, &f.err),
+    fct_tensor *gathered = buffer_of(INT64, 12);
+    assert_int_equal(fc_transfer_pack(&f.transfer, &f.plan, f.params, &gathered, 0, NULL, &f.err),
                      FC_OK);
-    sim_tensor_expect(rows, row, "the gather buffer");
+    sim_tensor_expect(gathered, expected, "the gather buffer");
     assert_true(f.plan.valid);
     assert_int_equal(f.plan.slots[0].source, FCK_FLOAT32);
     assert_int_equal(fc_reduce_plan_reserve(&plan, 1), FC_OK);
@@ -236,8 +236,8 @@ static void cast_without_kernel_uses_torch(void **state) {
     assert_int_equal(fc_transfer_pack_gradients(&f.transfer, &plan, 0, 2, buffer, &f.err), FC_OK);
     sim_tensor_expect(buffer, packed, "the reduce buffer");
     assert_ptr_equal(plan.grads[0], grad);
-    fct_tensor_release(rows);
     fct_tensor_release(buffer);
+    fct_tensor_release(gathered);
     fc_reduce_plan_fini(&plan);
     end(&f);
 }
@@ -277,10 +277,10 @@ static void pack_into_freed_storage_is_refused(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(pack_writes_only_row_of_rank),
+        cmocka_unit_test(pack_writes_only_shard_of_rank),
         cmocka_unit_test(pack_casts_to_compute_dtype),
         cmocka_unit_test(unpack_restores_whole_tensors),
-        cmocka_unit_test(pack_gradients_distributes_rows_and_pads_with_zeros),
+        cmocka_unit_test(pack_gradients_distributes_to_ranks_and_pads_with_zeros),
         cmocka_unit_test(pack_gradients_fills_gaps_with_zeros),
         cmocka_unit_test(pack_gradients_of_dim_1_shards_sends_each_rank_its_columns),
         cmocka_unit_test(cast_without_kernel_uses_torch),

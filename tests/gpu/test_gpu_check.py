@@ -252,16 +252,16 @@ def test_gpu_check_summary_of_step_without_result_reports_fail(tmp_path: Path) -
 
 
 def test_check_kernels_reports_only_the_wrong_unpack() -> None:
-    """The kernel of unpack writes one byte less per column."""
+    """The kernel of unpack writes one byte less per slot."""
     script = textwrap.dedent(
         """
         import kernel_library as library, check_kernels
         right = library.Backend.unpack
-        def short(self, rows, row_bytes, world, columns, stream=0):
+        def short(self, gathered, rank_bytes, world, slots, stream=0):
             if self is fake:
-                for column in columns:
-                    column.bytes = max(column.bytes - 1, 0)
-            right(self, rows, row_bytes, world, columns, stream)
+                for slot in slots:
+                    slot.bytes = max(slot.bytes - 1, 0)
+            right(self, gathered, rank_bytes, world, slots, stream)
         library.Backend.unpack = short
         fake = library.cuda()
         library.cuda = lambda: fake

@@ -56,36 +56,36 @@ MUTATIONS = {
         "test_reduce",
         "(c->oldest == NULL) == (c->reductions == 0)",
     ),
-    "gradients of one rank are not added to partial rows that become the row": Mutation(
+    "gradients of one rank are not added to partial outputs that become the output": Mutation(
         "reduction",
         "    FC_TRY_RAISED(fct_tensor_add(partial, part));\n    drop",
         "    drop",
         "test_train",
         "replicas of one rank each",
     ),
-    "partial rows of several buffers are added one by one": Mutation(
+    "partial outputs of several buffers are added one by one": Mutation(
         "reduction",
         "        FC_TRY_RAISED(fct_foreach_add(r->sums, r->addends, count));\n",
         "        for (size_t i = 0; i < count; i++) {\n"
         "            FC_TRY_RAISED(fct_tensor_add(r->sums[i], r->addends[i]));\n        }\n",
         "test_reduction",
-        "[  FAILED  ] partial_rows_of_several_buffers_are_added_in_one_operation",
+        "[  FAILED  ] partial_outputs_of_several_buffers_are_added_in_one_operation",
     ),
-    "partial rows are dropped before all additions are queued": Mutation(
+    "partial outputs are dropped before all additions are queued": Mutation(
         "reduction",
         "    FC_TRY(add_all(r, count));\n",
         "    drop_partials(r);\n    FC_TRY(add_all(r, count));\n",
         "test_reduction",
         "[  FAILED  ] failed_addition_of_several_buffers_is_reported",
     ),
-    "gradients of one rank are copied before they are added to a partial row": Mutation(
+    "gradients of one rank are copied before they are added to a partial output": Mutation(
         "reduce",
-        "base->comm->has_streams && !fc_reduction_has_partial_row(r);",
+        "base->comm->has_streams && !fc_reduction_has_partial_output(r);",
         "base->comm->has_streams;",
         "test_reduce",
-        "[  FAILED  ] gradients_of_one_rank_are_added_to_its_partial_row",
+        "[  FAILED  ] gradients_of_one_rank_are_added_to_its_partial_output",
     ),
-    "a slice of a larger row becomes the row": Mutation(
+    "a slice of a larger buffer becomes the output": Mutation(
         "reduction",
         " && partial.offset_bytes == 0 &&\n           partial.storage_bytes ==",
         " && partial.storage_bytes >=",
@@ -134,12 +134,12 @@ MUTATIONS = {
         "test_group",
         "events_out == 0",
     ),
-    "reduced rows are kept after backward": Mutation(
+    "outputs of reductions are kept after backward": Mutation(
         "state",
-        "return status == FC_OK && last ? fc_comm_release_rows(c) : status;",
+        "return status == FC_OK && last ? fc_comm_release_outputs(c) : status;",
         "return status;",
         "test_train",
-        "rows are kept after the backward that reduced them",
+        "outputs are kept after the backward that reduced them",
     ),
     "backward ends without the agreement of the ranks": Mutation(
         "state",
@@ -162,24 +162,24 @@ MUTATIONS = {
         "test_state",
         "[  FAILED  ] agreement_on_checksums_starts_after_the_reductions",
     ),
-    "changed row has the checksum of the gathered rows": Mutation(
+    "changed shard has the checksum of the gathered shards": Mutation(
         "checksum",
-        "gathered->own == packed->own ? gathered->rows : ~gathered->rows;",
-        "gathered->rows;",
+        "gathered->own == packed->own ? gathered->all : ~gathered->all;",
+        "gathered->all;",
         "test_gather_checksum",
-        "[  FAILED  ] checksum_differs_if_the_own_row_has_changed_since_the_pack",
+        "[  FAILED  ] checksum_differs_if_the_own_shard_has_changed_since_the_pack",
     ),
-    "checksum omits the rows of other ranks": Mutation(
+    "checksum omits the shards of other ranks": Mutation(
         "checksum",
-        "    c->rows += fct_hash_add(of_slot, (uint64_t)row.row + 1);\n",
-        "    c->rows += row.is_own ? fct_hash_add(of_slot, (uint64_t)row.row + 1) : 0;\n",
+        "    c->all += fct_hash_add(of_slot, (uint64_t)shard.rank + 1);\n",
+        "    c->all += shard.is_own ? fct_hash_add(of_slot, (uint64_t)shard.rank + 1) : 0;\n",
         "test_gather_checksum",
-        "[  FAILED  ] each_flipped_bit_of_a_gathered_row_changes_the_checksum",
+        "[  FAILED  ] each_flipped_bit_of_a_gathered_shard_changes_the_checksum",
     ),
     "checksum omits the chunks that belong to one parameter": Mutation(
         "gather_checksum",
-        "                fc_checksum_add_sum(&c->owned, i, of, sum);",
-        "                fc_checksum_add_sum(&c->owned, i, of, 1);",
+        "                fc_checksum_add_sum(&c->owned, i, shard, sum);",
+        "                fc_checksum_add_sum(&c->owned, i, shard, 1);",
         "test_gather_checksum",
         "[  FAILED  ] checksum_does_not_depend_on_chunks",
     ),
@@ -197,12 +197,12 @@ MUTATIONS = {
         "test_gather_checksum",
         "[  FAILED  ] repeated_copy_out_adds_one_checksum",
     ),
-    "device checksum omits the packed row": Mutation(
+    "device checksum omits the packed shard": Mutation(
         "gather_checksum",
         ".factor = UINT64_MAX - (OWN_FACTOR - 1)};",
         ".factor = 0};",
         "test_device_checksums",
-        "[  FAILED  ] changed_own_row_has_another_checksum_than_the_gathered_rows",
+        "[  FAILED  ] changed_own_shard_has_another_checksum_than_the_gathered_shards",
     ),
     "interval of device checksums ends before the other streams": Mutation(
         "device_checksums",
@@ -344,12 +344,12 @@ MUTATIONS = {
         "test_group_base",
         "1 process groups",
     ),
-    "row is released before its cast has finished": Mutation(
+    "output is released before its cast has finished": Mutation(
         "comm_ctx",
-        "fct_event_wait(c->kept_rows[0].copied, c->reduce_stream) != 0",
+        "fct_event_wait(c->kept_outputs[0].copied, c->reduce_stream) != 0",
         "c->events_out == SIZE_MAX",
         "test_comm_ctx",
-        "kept_rows_are_released_after_their_casts",
+        "kept_outputs_are_released_after_their_casts",
     ),
     "extension hooks run on the compute stream": Mutation(
         "gather",
@@ -464,7 +464,7 @@ MUTATIONS = {
         "test_divide",
         "[  FAILED  ] wide_range_dtype_uses_backend_mean",
     ),
-    "reduced row is not divided": Mutation(
+    "reduced gradient is not divided": Mutation(
         "reduction",
         "    if (r->divide_after != 1.0) {",
         "    if (r->divide_after == 0.0) {",
@@ -543,8 +543,8 @@ MUTATIONS = {
     ),
     "label of an all-gather differs between ranks": Mutation(
         "gather",
-        "                        pending.plan->row_bytes);\n    if (range",
-        "                        pending.plan->row_bytes + pending.pg->rank);\n    if (range",
+        "                        pending.plan->rank_bytes);\n    if (range",
+        "                        pending.plan->rank_bytes + pending.pg->rank);\n    if (range",
         "test_core_ranks",
         "a rank raises without a fault",
     ),

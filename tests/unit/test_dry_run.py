@@ -265,7 +265,9 @@ def test_second_gradient_of_a_parameter_is_added(storage: int) -> None:
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, 2), (2, 2), (3, 3), (6, 6)])
-def test_max_input_buffers_limits_the_rows_that_wait_for_all_reduces(limit: int, kept: int) -> None:
+def test_max_input_buffers_limits_the_outputs_that_wait_for_all_reduces(
+    limit: int, kept: int
+) -> None:
     mixed = PARAM | {"sizes": [16, 4], "compute": "torch.bfloat16", "reduce": "torch.bfloat16"}
     indices = range(8)
     units = [UNIT | {"state": i, "replicas": 2, "params": [mixed]} for i in indices]

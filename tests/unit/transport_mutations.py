@@ -165,20 +165,20 @@ TRANSPORT_MUTATIONS = {
         "test_agreement",
         "[  FAILED  ] ranks_start_no_agreement_if_one_of_them_cannot",
     ),
-    "checksum of a row omits its last piece": Mutation(
+    "checksum of a rank shard omits its last piece": Mutation(
         "shm_collective",
         "        sum->hash = fct_hash_add(sum->hash, fck_checksum(data, end - begin));",
         "        const size_t bytes = end == s->bytes ? 0 : end - begin;\n"
         "        sum->hash = fct_hash_add(sum->hash, fck_checksum(data, bytes));",
         "test_shm_collective",
-        "[  FAILED  ] gathered_rows_have_the_checksums_of_their_bytes",
+        "[  FAILED  ] gathered_shards_have_the_checksums_of_their_bytes",
     ),
-    "row has a checksum before it is complete": Mutation(
+    "rank shard has a checksum before it is complete": Mutation(
         "shm_collective",
         "    return sum->complete;",
         "    return sum->hash != 0;",
         "test_shm_collective",
-        "[  FAILED  ] rows_that_are_not_complete_have_no_checksum",
+        "[  FAILED  ] shards_that_are_not_complete_have_no_checksum",
     ),
     "reduce-scatter runs the steps of an all-reduce": Mutation(
         "shm_collective",
@@ -333,7 +333,7 @@ KERNEL_MUTATIONS = {
         "test_pool",
         "[  FAILED  ] failed_allocation_is_not_counted",
     ),
-    "rows of a gradient are not padded with zeros": Mutation(
+    "chunks of a gradient are not padded with zeros": Mutation(
         "kernels_cpu",
         "    if (filled < g->chunk) {",
         "    if (filled < 0) {",

@@ -46,23 +46,24 @@ const char *pack(const fck_segment *segments, size_t count, void *stream) {
     return cpu->pack(segments, count, nullptr);
 }
 
-const char *unpack(const void *rows, int64_t row_bytes, int64_t world_size,
-                   const fck_column *columns, size_t count, void *stream) {
+const char *unpack(const void *gathered, int64_t rank_bytes, int64_t world_size,
+                   const fck_slot *slots, size_t count, void *stream) {
     Launch launch("fsdp_c::unpack", stream_of(stream));
     count_jobs("jobs", count);
     for (size_t i = 0; i < count; i++) {
-        const fck_column &c = columns[i];
-        const auto bytes = static_cast<size_t>(c.bytes * c.blocks);
+        const fck_slot &slot = slots[i];
+        const auto bytes = static_cast<size_t>(slot.bytes * slot.blocks);
         for (int64_t r = 0; r < world_size; r++) {
-            launch.access(static_cast<const char *>(rows) + r * row_bytes + c.offset, bytes, false);
+            launch.access(static_cast<const char *>(gathered) + r * rank_bytes + slot.offset, bytes,
+                          false);
         }
-        launch.access(c.dst, bytes * static_cast<size_t>(world_size), true);
+        launch.access(slot.dst, bytes * static_cast<size_t>(world_size), true);
     }
-    return cpu->unpack(rows, row_bytes, world_size, columns, count, nullptr);
+    return cpu->unpack(gathered, rank_bytes, world_size, slots, count, nullptr);
 }
 
 const char *pack_gradients(const fck_gradient *gradients, size_t count, int64_t world_size,
-                           void *dst, int64_t row_numel, fck_dtype dst_dtype, void *stream) {
+                           void *dst, int64_t rank_numel, fck_dtype dst_dtype, void *stream) {
     Launch launch("fsdp_c::pack_gradients", stream_of(stream));
     count_jobs("jobs", count);
     for (size_t i = 0; i < count; i++) {
@@ -70,11 +71,11 @@ const char *pack_gradients(const fck_gradient *gradients, size_t count, int64_t 
         const int64_t size = g.src_dtype == dst_dtype ? g.itemsize : size_of(dst_dtype, 0);
         launch.access(g.src, static_cast<size_t>(g.blocks * g.numel * g.itemsize), false);
         for (int64_t r = 0; r < world_size; r++) {
-            launch.access(static_cast<char *>(dst) + (r * row_numel + g.offset) * size,
+            launch.access(static_cast<char *>(dst) + (r * rank_numel + g.offset) * size,
                           static_cast<size_t>(g.blocks * g.chunk * size), true);
         }
     }
-    return cpu->pack_gradients(gradients, count, world_size, dst, row_numel, dst_dtype, nullptr);
+    return cpu->pack_gradients(gradients, count, world_size, dst, rank_numel, dst_dtype, nullptr);
 }
 
 int can_cast(fck_dtype src, fck_dtype dst) {

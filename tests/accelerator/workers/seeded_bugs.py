@@ -85,7 +85,7 @@ BUGS = {
         "hsdp_mixed", "drop", "wait", ("fc_comm_order_streams", "fc_reduce_run"), "all_reduce"
     ),
     "an all-reduced buffer is reused before its cast": Bug(
-        "hsdp_of_six_units", "drop", "wait", ("fc_comm_keep_row",), "allocation"
+        "hsdp_of_six_units", "drop", "wait", ("fc_comm_keep_output",), "allocation"
     ),
     "a reduce-scatter's input is freed before it is done": Bug(
         "plain", "drop", "wait", ("fc_reduction_recycle", "reduce"), "allocation"
@@ -157,7 +157,7 @@ BUGS = {
         "of the host",
     ),
     "an all-reduced buffer is reused before its copy to the host": Bug(
-        "offload_hsdp_of_six_units", "drop", "wait", ("fc_comm_keep_row",), "allocation"
+        "offload_hsdp_of_six_units", "drop", "wait", ("fc_comm_keep_output",), "allocation"
     ),
     "an offloaded gradient is used before it is on the host": Bug(
         "offload_read_at_once",

@@ -110,7 +110,7 @@ static long *find_setting(const char *name) {
         {"order_seed", &s.order_seed},
         {"idle_ms", &s.idle_ms},
         {"wrong_slice", &s.wrong_slice},
-        {"wrong_row", &s.wrong_row},
+        {"wrong_shard", &s.wrong_shard},
         {"missing_rank", &s.missing_rank},
     };
     const auto field = fields.find(name);

@@ -26,20 +26,21 @@ Kernel *kernel_of(const char *name) {
     return &kernel;
 }
 
-/* Declares the accesses of one job: blocks are contiguous, rows are `pitch` bytes apart. */
+/* Declares the accesses of one job: blocks are contiguous, rank shards are `pitch` bytes apart. */
 template <class Batch>
 void access_job(const sim::Operation &by, const Batch &batch, const fck::line_job &job) {
-    const int64_t blocks = job.lines / batch.rows;
-    const bool from_rows = batch.from_rows;
-    const int64_t row_size = int64_t{1} << (from_rows ? job.src_shift : job.dst_shift);
-    const int64_t block_size = int64_t{1} << (from_rows ? job.dst_shift : job.src_shift);
-    const unsigned char *const block_data = from_rows ? job.dst : job.src;
-    const unsigned char *const row_data = from_rows ? job.src : job.dst;
-    for (uint32_t r = 0; r < batch.rows; r++) {
-        sim::access(by, row_data + r * batch.pitch,
-                    static_cast<size_t>(blocks * job.chunk * row_size), !from_rows);
+    const int64_t blocks = job.lines / batch.world;
+    const bool from_rank_shards = batch.from_rank_shards;
+    const int64_t shard_size = int64_t{1} << (from_rank_shards ? job.src_shift : job.dst_shift);
+    const int64_t block_size = int64_t{1} << (from_rank_shards ? job.dst_shift : job.src_shift);
+    const unsigned char *const block_data = from_rank_shards ? job.dst : job.src;
+    const unsigned char *const shard_data = from_rank_shards ? job.src : job.dst;
+    for (uint32_t r = 0; r < batch.world; r++) {
+        sim::access(by, shard_data + r * batch.pitch,
+                    static_cast<size_t>(blocks * job.chunk * shard_size), !from_rank_shards);
     }
-    sim::access(by, block_data, static_cast<size_t>(blocks * job.numel * block_size), from_rows);
+    sim::access(by, block_data, static_cast<size_t>(blocks * job.numel * block_size),
+                from_rank_shards);
 }
 
 /* Declares the accesses of a launch of copies, and submits its work. */

@@ -379,16 +379,16 @@ ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDa
                            ncclComm_t comm, cudaStream_t stream) {
     const size_t bytes = count * size_of(type);
     const auto world = static_cast<size_t>(comm->world);
-    auto *const rows = static_cast<char *>(receive);
+    auto *const shards = static_cast<char *>(receive);
     const auto compute = [=](const Inputs &inputs) {
-        const bool exchanges = sim::is_due(sim::device().settings.wrong_row);
+        const bool exchanges = sim::is_due(sim::device().settings.wrong_shard);
         for (size_t r = 0; r < world; r++) {
-            std::memcpy(rows + r * bytes, inputs[exchanges && r < 2 ? 1 - r : r], bytes);
+            std::memcpy(shards + r * bytes, inputs[exchanges && r < 2 ? 1 - r : r], bytes);
         }
     };
     const auto emulate = [=] {
         for (size_t r = 0; r < world; r++) {
-            std::memmove(rows + r * bytes, send, bytes);
+            std::memmove(shards + r * bytes, send, bytes);
         }
     };
     return collective({"ncclAllGather", send, bytes, receive, world * bytes, stream}, comm,

@@ -197,7 +197,7 @@ struct Settings {
      * device. */
     long idle_ms = 20;
     long wrong_slice = 0;  /* the n-th reduce-scatter from now on takes the next rank's slice */
-    long wrong_row = 0;    /* the n-th all-gather from now on exchanges the first two rows */
+    long wrong_shard = 0;  /* the n-th all-gather from now on exchanges the first two shards */
     long missing_rank = 0; /* the n-th reduction from now on omits the last rank */
 };
 

@@ -32,7 +32,7 @@ CASES = {
     "sharded, equal": ((2,), {}),
     "replicated, equal": ((2, 1), {}),
     "captured": ((2,), {}),
-    "all-gather": ((2,), {"wrong_row": 2}),
+    "all-gather": ((2,), {"wrong_shard": 2}),
     "all-reduce": ((2, 1), {"missing_rank": 1}),
 }
 

@@ -98,13 +98,16 @@ BUGS = {
     "the last gather buffer of a forward is released before its copy-out": Bug(
         "fsdp", "wait", ("fc_comm_release_kept", "fc_state_end_forward"), blocks=3
     ),
-    "a row is released before its all-reduce is done": Bug(
-        "hsdp, 4 microbatches", "wait", ("release_oldest_row", "fc_comm_keep_row"), "ncclAllReduce"
+    "an output is released before its all-reduce is done": Bug(
+        "hsdp, 4 microbatches",
+        "wait",
+        ("release_oldest_output", "fc_comm_keep_output"),
+        "ncclAllReduce",
     ),
-    "the last rows are released before their all-reduce is done": Bug(
+    "the last outputs are released before their all-reduce is done": Bug(
         "hsdp, stream shared with other code",
         "wait",
-        ("release_oldest_row", "fc_comm_release_rows"),
+        ("release_oldest_output", "fc_comm_release_outputs"),
         "ncclAllReduce",
     ),
     "a gradient is added to before the previous microbatch's hook is done": Bug(

@@ -22,7 +22,7 @@ from cuda_bugs import BUGS, LIBRARY, Bug, matches
 
 NCCL_FAULTS = {
     "a reduce-scatter takes the next rank's slice": {"wrong_slice": 2},
-    "an all-gather exchanges two rows": {"wrong_row": 2},
+    "an all-gather exchanges two shards": {"wrong_shard": 2},
     "a reduction omits a rank": {"missing_rank": 2},
 }
 VARIANTS = {"fsdp": "mixed", "offload": "offload", "replicate": "replicated"}

@@ -18,7 +18,7 @@ from typing import Any
 
 import kernel_library as library
 import torch
-from kernel_library import Column, Gradient, Segment
+from kernel_library import Gradient, Segment, Slot
 from outcome import ON_CUDA, SMALL, conclude
 
 GOAL = 0.8
@@ -118,20 +118,18 @@ def unpack(world: int, shift: int = 0) -> Work:
     sizes = [rows * columns // world for rows, columns in shapes()]
     total = sum(sizes)
     memory = random_tensor(total * world + 8, torch.bfloat16)
-    rows = memory[shift // 2 : shift // 2 + total * world].view(world, total)
+    gathered = memory[shift // 2 : shift // 2 + total * world].view(world, total)
     outputs = [torch.empty(world, size, dtype=torch.bfloat16, device=DEVICE) for size in sizes]
     descriptors, offset = [], 0
     for size, entry in zip(sizes, outputs):
-        descriptors.append(
-            Column(dst=entry.data_ptr(), offset=offset * 2, bytes=size * 2, blocks=1)
-        )
+        descriptors.append(Slot(dst=entry.data_ptr(), offset=offset * 2, bytes=size * 2, blocks=1))
         offset += size
-    columns = library.array(Column, descriptors)
+    slots = library.array(Slot, descriptors)
     return Work(
         f"unpack bfloat16, {world} ranks" + (f", {shift} bytes off" if shift else ""),
         total * world * 4,
-        lambda: library.cuda().unpack(rows.data_ptr(), total * 2, world, columns, stream()),
-        lambda: torch.split_with_sizes_copy(rows, sizes, dim=1, out=outputs),
+        lambda: library.cuda().unpack(gathered.data_ptr(), total * 2, world, slots, stream()),
+        lambda: torch.split_with_sizes_copy(gathered, sizes, dim=1, out=outputs),
     )
 
 
@@ -163,8 +161,8 @@ def unpack_second_dim(world: int) -> Work:
     part = columns // world
     gathered = random_tensor(rows * columns, torch.bfloat16).view(world, rows, part)
     output = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE)
-    column = Column(dst=output.data_ptr(), offset=0, bytes=part * 2, blocks=rows)
-    table, size = library.array(Column, [column]), rows * part * 2
+    slot = Slot(dst=output.data_ptr(), offset=0, bytes=part * 2, blocks=rows)
+    table, size = library.array(Slot, [slot]), rows * part * 2
     return Work(
         f"unpack Shard(1), {world} ranks",
         rows * columns * 4,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from kernel_library import Backend, Column, Gradient, Segment
+from kernel_library import Backend, Gradient, Segment, Slot
 
 FLOATS = {5: 2, 6: 4, 7: 8, 15: 2}
 """Sizes of float16, float32, float64 and bfloat16, by ScalarType number."""
@@ -148,29 +148,33 @@ def pack_misaligned(random: Any) -> Case:
 
 def unpack(random: Any) -> Case:
     world = int(random.choice([1, 2, 3, 8, 64], p=[0.2, 0.2, 0.2, 0.3, 0.1]))
-    columns, targets = Layout(random, gap=3), Layout(random)
+    gathered, targets = Layout(random, gap=3), Layout(random)
     items = []
     for _ in range(_count(random)):
         blocks = _blocks(random)
         size = _elements(random, blocks * world)
         destination = targets.place(blocks * size * world, 1)
-        offset = columns.place(blocks * size, 1)
+        offset = gathered.place(blocks * size, 1)
         items.append({"dst": destination, "offset": offset, "bytes": size, "blocks": blocks})
-    shift, row = int(random.integers(0, 17)), columns.size
-    read = [(shift + r * row + offset, size) for r in range(world) for offset, size in columns.runs]
+    shift, rank_bytes = int(random.integers(0, 17)), gathered.size
+    read = [
+        (shift + r * rank_bytes + offset, size)
+        for r in range(world)
+        for offset, size in gathered.runs
+    ]
 
     def launch(backend: Backend, source: int, target: int) -> None:
-        table = [Column(**item | {"dst": target + item["dst"]}) for item in items]
-        backend.unpack(source + shift, row, world, table)
+        table = [Slot(**item | {"dst": target + item["dst"]}) for item in items]
+        backend.unpack(source + shift, rank_bytes, world, table)
 
-    source = _fill(random, shift + world * row, [])
+    source = _fill(random, shift + world * rank_bytes, [])
     return Case("unpack", source, targets.size, launch, read, targets.runs)
 
 
 def pack_gradients(random: Any) -> Case:
     world = int(random.choice([1, 2, 3, 8, 64], p=[0.2, 0.2, 0.2, 0.3, 0.1]))
     to = int(random.choice(list(FLOATS)))
-    sources, items, numbers, row = Layout(random), [], [], 0
+    sources, items, numbers, rank_numel = Layout(random), [], [], 0
     for _ in range(_count(random)):
         dtype = to if random.random() < 0.4 else int(random.choice(list(FLOATS)))
         width, blocks = int(random.integers(1, 50)), _blocks(random)
@@ -178,15 +182,21 @@ def pack_gradients(random: Any) -> Case:
         numel, chunk = rows * width, -(-rows // world) * width
         offset = sources.place(blocks * numel * FLOATS[dtype], FLOATS[dtype])
         numbers.append((offset, blocks * numel, dtype))
-        item = {"src": offset, "numel": numel, "chunk": chunk, "offset": row, "blocks": blocks}
+        item = {
+            "src": offset,
+            "numel": numel,
+            "chunk": chunk,
+            "offset": rank_numel,
+            "blocks": blocks,
+        }
         items.append(item | {"itemsize": FLOATS[dtype], "src_dtype": dtype})
-        row += blocks * chunk
+        rank_numel += blocks * chunk
     shift = FLOATS[to] * int(random.integers(0, 9))
-    size = world * row * FLOATS[to]
+    size = world * rank_numel * FLOATS[to]
 
     def launch(backend: Backend, source: int, target: int) -> None:
         table = [Gradient(**item | {"src": source + item["src"]}) for item in items]
-        backend.pack_gradients(table, world, target + shift, row, to)
+        backend.pack_gradients(table, world, target + shift, rank_numel, to)
 
     source = _fill(random, sources.size, numbers)
     runs = [(shift, size)]

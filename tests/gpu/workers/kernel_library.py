@@ -52,8 +52,8 @@ def struct(name: str) -> Any:
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-Segment, Column, Gradient, Range = (
-    struct(f"fck_{name}") for name in ("segment", "column", "gradient", "range")
+Segment, Slot, Gradient, Range = (
+    struct(f"fck_{name}") for name in ("segment", "slot", "gradient", "range")
 )
 
 
@@ -89,22 +89,22 @@ class Backend:
         self._call("pack", _array(Segment, segments), len(segments), stream)
 
     def unpack(
-        self, rows: int, row_bytes: int, world: int, columns: Sequence[Any], stream: int = 0
+        self, gathered: int, rank_bytes: int, world: int, slots: Sequence[Any], stream: int = 0
     ) -> None:
-        table = _array(Column, columns)
-        self._call("unpack", rows, row_bytes, world, table, len(columns), stream)
+        table = _array(Slot, slots)
+        self._call("unpack", gathered, rank_bytes, world, table, len(slots), stream)
 
     def pack_gradients(
         self,
         gradients: Sequence[Any],
         world: int,
         to: int,
-        row_numel: int,
+        rank_numel: int,
         dtype: int,
         stream: int = 0,
     ) -> None:
         table, count = _array(Gradient, gradients), len(gradients)
-        self._call("pack_gradients", table, count, world, to, row_numel, dtype, stream)
+        self._call("pack_gradients", table, count, world, to, rank_numel, dtype, stream)
 
     def add_checksums(self, ranges: Sequence[Any], total: int, stream: int = 0) -> None:
         """Adds to the 64-bit sum at the address ``total``."""
