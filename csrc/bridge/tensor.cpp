@@ -222,8 +222,8 @@ int fct_tensor_empty(int64_t numel, fct_dtype dtype, fct_device device, fct_tens
     });
 }
 
-void fct_memory_round(void) {
-    fck_pool_round();
+void fct_memory_begin_round(void) {
+    fck_pool_begin_round();
 }
 
 void fct_memory_trim(void) {

@@ -116,9 +116,10 @@ FCT_CHECK int fct_split_copy(const fct_tensor *src, const int64_t *sizes, fct_te
 FCT_CHECK int fct_chunk_cat(fct_tensor *const *tensors, size_t count, int64_t chunks,
                             fct_tensor *out);
 
-/* CPU buffers come from a pool (kernels/pool.h), which keeps freed memory. fct_memory_round marks
- * the beginning of a model's iteration. fct_memory_trim returns the free memory to the system. */
-void fct_memory_round(void);
+/* CPU buffers come from a pool (kernels/pool.h), which keeps freed memory. fct_memory_begin_round
+ * marks the beginning of a model's iteration. fct_memory_trim returns the free memory to the
+ * system. */
+void fct_memory_begin_round(void);
 void fct_memory_trim(void);
 
 /* Allocates `nbytes` bytes of uninitialized memory for the empty storage of t, from the storage's

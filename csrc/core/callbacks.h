@@ -14,7 +14,7 @@
 typedef enum fc_fallback {
     FC_FALLBACK_GATHER = 1 << 0, /* gather() and copy_out() replace pack, all-gather, copy-out */
     FC_FALLBACK_REDUCE = 1 << 1, /* reduce() replaces pack, reduce-scatter, all-reduce, views */
-    FC_FALLBACK_EARLY = 1 << 2,  /* no bucket is reduced before the end of the group's backward */
+    FC_FALLBACK_EAGER = 1 << 2,  /* no backward is eager (bucket.h) */
     FC_FALLBACK_FREE = 1 << 3,   /* free_unsharded() runs before the core's free, per parameter */
     FC_FALLBACK_SWAP = 1 << 4,   /* swap_by_method() replaces swap() */
     FC_FALLBACK_GRADS = 1 << 5 /* accumulate_grad(), to_accumulated_grad() and collect_grad() run */
@@ -52,7 +52,7 @@ typedef struct fc_callbacks {
      * because users may swap its tensor. */
     bool (*requires_grad)(void *param);
     /* Sets requires_grad of the sharded parameter. */
-    int (*require_grad)(void *param, bool value);
+    int (*set_requires_grad)(void *param, bool value);
     /* Returns the version counter of the sharded parameter, which grows with writes to the
      * parameter object. The counter of sharded_data records all other writes. If NULL, only the
      * counter of sharded_data is checked. Never fails. */

@@ -50,7 +50,7 @@ static void release_kept(fc_comm_ctx *c, fc_kept_buffer *kept) {
 
 void fc_comm_fini(fc_comm_ctx *c) {
     assert(c->oldest == NULL); /* the owner has called fc_reduction_discard */
-    release_kept(c, &c->kept);
+    release_kept(c, &c->kept_gather);
     fc_comm_put_event(c, c->last_reduced);
     fc_comm_put_event(c, c->last_all_reduced);
     for (size_t i = 0; i < c->kept_output_count; i++) {
@@ -210,22 +210,22 @@ fc_status fc_comm_gather_streams_wait(fc_comm_ctx *c, fct_event *e) {
 void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied) {
     assert(copied != NULL && c->has_streams);
     void *error = fct_error_set_aside();
-    if (fc_comm_release_kept(c) != FC_OK) {
-        release_kept(c, &c->kept);
+    if (fc_comm_release_gather(c) != FC_OK) {
+        release_kept(c, &c->kept_gather);
     }
     fct_error_put_back(error);
-    c->kept.buffer = buffer;
-    c->kept.copied = copied;
+    c->kept_gather.buffer = buffer;
+    c->kept_gather.copied = copied;
 }
 
-fc_status fc_comm_release_kept(fc_comm_ctx *c) {
-    assert(c->kept.buffer == NULL || c->kept.copied != NULL);
+fc_status fc_comm_release_gather(fc_comm_ctx *c) {
+    assert(c->kept_gather.buffer == NULL || c->kept_gather.copied != NULL);
     fc_status status = FC_OK;
-    if (c->kept.buffer == NULL) {
+    if (c->kept_gather.buffer == NULL) {
         return FC_OK;
     }
-    FC_TRY(fc_comm_gather_streams_wait(c, c->kept.copied));
-    release_kept(c, &c->kept);
+    FC_TRY(fc_comm_gather_streams_wait(c, c->kept_gather.copied));
+    release_kept(c, &c->kept_gather);
 done:
     return status;
 }
@@ -282,7 +282,7 @@ done:
 }
 
 fc_status fc_comm_check(fc_comm_ctx *c) {
-    if ((c->kept.buffer == NULL) != (c->kept.copied == NULL)) {
+    if ((c->kept_gather.buffer == NULL) != (c->kept_gather.copied == NULL)) {
         return fc_error_set(
             &c->error, FC_ESTATE,
             "a gather buffer is kept without its event, or an event without its buffer");

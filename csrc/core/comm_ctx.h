@@ -41,7 +41,7 @@ typedef struct fc_comm_ctx {
     fct_stream gather_stream;
     fct_stream reduce_stream;
     fct_stream all_reduce_stream;
-    fc_kept_buffer kept; /* buffer of the latest FC_STREAM_DEFERRED gather */
+    fc_kept_buffer kept_gather; /* buffer of the latest FC_STREAM_DEFERRED gather */
     /* Reductions in flight, oldest first. reduction.c owns the list. */
     struct fc_reduction *oldest;
     struct fc_reduction *newest;
@@ -116,11 +116,11 @@ FC_CHECK fc_status fc_comm_quiesce(fc_comm_ctx *c);
  * ready. */
 FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm_ctx *c, fct_event *e);
 
-/* Keeps a gather buffer whose copy-out is queued, until fc_comm_release_kept. Takes both
+/* Keeps a gather buffer whose copy-out is queued, until fc_comm_release_gather. Takes both
  * arguments. */
 void fc_comm_keep_gather(fc_comm_ctx *c, fct_tensor *buffer, fct_event *copied);
 /* Makes the gather streams wait for the copy-out, then releases the kept gather buffer. */
-FC_CHECK fc_status fc_comm_release_kept(fc_comm_ctx *c);
+FC_CHECK fc_status fc_comm_release_gather(fc_comm_ctx *c);
 
 /* Keeps the output of a reduction whose cast runs on another stream than the output's, so that a
  * reduce-scatter does not wait for an all-reduce. Keeps at most max_reductions outputs, or two if

@@ -44,7 +44,7 @@ typedef struct ended_interval {
     const fc_device_checksums *owner;
     entry_list entries;
     fct_tensor *table;
-    fct_stream home; /* that has allocated `table` */
+    fct_stream table_stream; /* that has allocated `table` */
     fct_event *zeroed;
     fct_tensor *sums; /* pinned copy of the table; NULL: no checksum is known */
     fct_event *copied;
@@ -54,7 +54,7 @@ typedef struct ended_interval {
 struct fc_device_checksums {
     fct_device device;
     fct_tensor *table;               /* of the open interval; NULL: none */
-    fct_stream home;                 /* that has allocated `table` */
+    fct_stream table_stream;         /* that has allocated `table` */
     fct_event *zeroed;               /* of `table` */
     uint64_t *sums;                  /* the memory of `table` */
     size_t taken;                    /* sums of `table` */
@@ -98,7 +98,7 @@ static bool reserve_entry(entry_list *list) {
 static void free_ended(ended_interval *ended) {
     if (ended->copied != NULL) {
         void *error = fct_error_set_aside();
-        FC_IGNORE(fct_event_wait(ended->copied, ended->home));
+        FC_IGNORE(fct_event_wait(ended->copied, ended->table_stream));
         fct_error_put_back(error);
     }
     release_entries(&ended->entries);
@@ -209,7 +209,7 @@ void fc_device_checksums_free(fc_device_checksums *d) {
     }
     release_entries(&d->entries);
     void *error = fct_error_set_aside();
-    FC_IGNORE(join_streams(d->home, d->streams, d->stream_count));
+    FC_IGNORE(join_streams(d->table_stream, d->streams, d->stream_count));
     fct_error_put_back(error);
     fct_tensor_release(d->table);
     fct_event_free(d->zeroed);
@@ -258,7 +258,7 @@ static fc_status make_table(fc_device_checksums *d) {
     FC_TRY_RAISED(fct_event_record(zeroed, fct_stream_current(d->device)));
     *d = (fc_device_checksums){.device = d->device,
                                .table = table,
-                               .home = fct_stream_current(d->device),
+                               .table_stream = fct_stream_current(d->device),
                                .zeroed = zeroed,
                                .sums = (uint64_t *)facts.data,
                                .interval = d->interval,
@@ -365,6 +365,7 @@ void fc_device_checksums_complete(fc_device_checksums **d, fct_device device,
         return;
     }
     entry_list *entries = &(*d)->entries;
+    /* entries without a sum count too */
     if (entries->count == 2 * (size_t)TABLE_SUMS || !reserve_entry(entries)) {
         (*d)->incomplete = true;
         return;
@@ -418,8 +419,11 @@ static void number_entries(entry_list *list) {
 /* Moves the open interval to `ended`. Another one is open afterwards. */
 static void detach(fc_device_checksums *d, ended_interval *ended) {
     number_entries(&d->entries);
-    *ended = (ended_interval){
-        .owner = d, .entries = d->entries, .table = d->table, .home = d->home, .zeroed = d->zeroed};
+    *ended = (ended_interval){.owner = d,
+                              .entries = d->entries,
+                              .table = d->table,
+                              .table_stream = d->table_stream,
+                              .zeroed = d->zeroed};
     *d = (fc_device_checksums){.device = d->device, .interval = d->interval + 1};
 }
 

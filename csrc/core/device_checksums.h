@@ -2,9 +2,9 @@
  *
  * A kernel adds the checksum of the data of each all-gather and all-reduce to one 64-bit sum. The
  * sums of an interval are a table in the memory of the device. An interval ends with a backward, or
- * before a forward if half of the table is used. At its end the table is copied to pinned memory. A
- * later end passes the sums to the transport, if their copy is done. So the host does not wait for
- * the copy.
+ * before a forward if its collectives could use half of the table. At its end the table is copied
+ * to pinned memory. A later end passes the sums to the transport, if their copy is done. So the
+ * host does not wait for the copy.
  *
  *   open --- end ---> copying --- copy done, earlier intervals passed ---> passed
  *
@@ -46,8 +46,8 @@ FC_CHECK fc_status fc_device_checksums_add(fc_device_checksums *d, fc_device_sum
 void fc_device_checksums_complete(fc_device_checksums **d, fct_device device,
                                   const fc_device_sum *sum, fc_process_group *pg,
                                   const char *modules, fc_operation operation);
-/* Whether the interval should end before the next forward, because half of the table is used, as in
- * a long evaluation. d: NULL is allowed. */
+/* Whether the interval should end before the next forward, because its collectives could use half
+ * of the table, as in a long evaluation. d: NULL is allowed. */
 bool fc_device_checksums_is_half_full(const fc_device_checksums *d);
 /* Ends the interval. Passes the checksums of ended intervals to the transport, up to the first
  * interval whose copy is not done. The current stream waits for all additions. During a capture,

@@ -57,14 +57,14 @@ static fc_status replace_list(fc_kept_tensor **list, size_t *count, fct_tensor *
     return FC_OK;
 }
 
-void fc_extension_forget_outputs(fc_extension *e) {
+void fc_extension_release_outputs(fc_extension *e) {
     assert((e->outputs == NULL) == (e->output_count == 0));
     release_list(&e->outputs, &e->output_count);
 }
 
-void fc_extension_forget(fc_extension *e) {
+void fc_extension_release(fc_extension *e) {
     assert((e->inner == NULL) == (e->inner_count == 0));
-    fc_extension_forget_outputs(e);
+    fc_extension_release_outputs(e);
     release_list(&e->inner, &e->inner_count);
 }
 
@@ -72,7 +72,7 @@ void fc_extension_fini(fc_extension *e) {
     assert((e->inputs == NULL) == (e->input_count == 0));
     fc_extension_drop_inputs(e);
     free(e->inputs);
-    fc_extension_forget(e);
+    fc_extension_release(e);
     memset(e, 0, sizeof *e);
 }
 

@@ -55,8 +55,8 @@ FC_CHECK fc_status fc_extension_set_outputs(fc_extension *e, fct_tensor *const *
 FC_CHECK fc_status fc_extension_set_inner(fc_extension *e, fct_tensor *const *inner, size_t count);
 
 /* Release the outputs, or the outputs and the inner tensors. */
-void fc_extension_forget_outputs(fc_extension *e);
-void fc_extension_forget(fc_extension *e);
+void fc_extension_release_outputs(fc_extension *e);
+void fc_extension_release(fc_extension *e);
 
 /* Allocates the outputs for the latest inputs of `world` ranks, and the memory of the inner
  * tensors. Outputs of another size or dtype are replaced. Returns FC_ESTATE if an inner tensor

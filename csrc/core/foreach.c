@@ -348,8 +348,8 @@ static bool needs_temporary(const fc_reduce_plan *plan, size_t i, const distribu
     return layout->outer != 1 ? !d->direct : tensor_dtype(plan->grads[i]) != d->dtype;
 }
 
-/* Creates zeros for the gaps. Gaps exist on devices that align slots, after parameters of an odd
- * size. */
+/* Creates zeros for the gaps. Gaps exist on devices that align slots, after a slot that does not
+ * end at a multiple of the alignment. */
 static fc_status make_zeros(const fc_reduce_plan *plan, fct_device device, distribution *d) {
     fc_status status = FC_OK;
     fct_tensor *like = NULL;

@@ -19,7 +19,7 @@ void fc_gather_init(fc_gather *a, fc_group_base *base) {
     a->base = base;
 }
 
-void fc_gather_forget_event(fc_gather *a) {
+void fc_gather_return_event(fc_gather *a) {
     assert(a->resharded == NULL || a->base->comm != NULL);
     if (a->base->comm != NULL) {
         fc_comm_put_event(a->base->comm, a->resharded);
@@ -30,7 +30,7 @@ void fc_gather_forget_event(fc_gather *a) {
 void fc_gather_fini(fc_gather *a) {
     assert(a->pending.active || a->pending.work == NULL);
     fc_gather_abandon(a);
-    fc_gather_forget_event(a);
+    fc_gather_return_event(a);
     fc_gather_plan_fini(&a->plan);
     fc_gather_plan_fini(&a->post_forward_plan);
     fc_transfer_fini(&a->transfer);
@@ -150,7 +150,7 @@ static fc_status update_plan(fc_gather *a, bool post_forward, int64_t world, boo
 static fc_status wait_for_post_forward_shards(fc_gather *a) {
     fc_status status = fc_comm_gather_streams_wait(a->base->comm, a->resharded);
     if (status == FC_OK) {
-        fc_gather_forget_event(a);
+        fc_gather_return_event(a);
     }
     return status;
 }
@@ -466,7 +466,7 @@ static fc_status fill_unsharded(fc_gather *a) {
     }
     const bool has_data = a->chunks.count > 0;
     fc_checksum *checksum =
-        has_data ? fc_gather_checksum_of_shards(&a->pending.checksum, base) : NULL;
+        has_data ? fc_gather_checksum_of_copy_out(&a->pending.checksum, base) : NULL;
     fc_comm_enter_gil_scope(base->comm);
     FC_TRY(fc_unsharded_alloc(base, plan, &a->chunks));
     if (world == 1) {

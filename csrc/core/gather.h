@@ -61,7 +61,7 @@ void fc_gather_init(fc_gather *a, fc_group_base *base);
 void fc_gather_fini(fc_gather *a);
 /* Returns the event `resharded` to the comm context. Call it before the group changes its
  * context. */
-void fc_gather_forget_event(fc_gather *a);
+void fc_gather_return_event(fc_gather *a);
 /* Marks the plans as invalid after a shard or dtype was replaced. The next start builds them
  * again. */
 void fc_gather_invalidate(fc_gather *a);

@@ -19,7 +19,7 @@ fc_checksum *fc_gather_checksum_of_pack(fc_gather_checksum *c, const fc_group_ba
     return is_used(base, false) ? &c->packed : NULL;
 }
 
-fc_checksum *fc_gather_checksum_of_shards(fc_gather_checksum *c, const fc_group_base *base) {
+fc_checksum *fc_gather_checksum_of_copy_out(fc_gather_checksum *c, const fc_group_base *base) {
     assert(base->comm != NULL);
     c->gathered = c->owned;
     return is_used(base, false) ? &c->gathered : NULL;

@@ -22,7 +22,7 @@ typedef struct fc_gather_checksum {
 /* Return the checksum to which the pack, or the copy-out, adds; NULL: none. The second function
  * first sets `gathered` to `owned`. */
 fc_checksum *fc_gather_checksum_of_pack(fc_gather_checksum *c, const fc_group_base *base);
-fc_checksum *fc_gather_checksum_of_shards(fc_gather_checksum *c, const fc_group_base *base);
+fc_checksum *fc_gather_checksum_of_copy_out(fc_gather_checksum *c, const fc_group_base *base);
 /* Returns whether the transport has to compute the checksums of chunks. */
 bool fc_gather_checksum_needs_chunks(const fc_group_base *base);
 /* Takes the checksums of the owned chunks from `work`, a completed gather of chunks. */

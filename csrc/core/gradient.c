@@ -61,7 +61,7 @@ fc_status fc_gradient_to_accumulated(const fc_group_base *base) {
 }
 
 /* Creates zeros in place of a missing gradient; 1-D if the parameter was never unsharded. */
-static fc_status zero_grad(const fc_group_base *base, const fc_param *p, fct_tensor **out) {
+static fc_status make_zero_grad(const fc_group_base *base, const fc_param *p, fct_tensor **out) {
     fc_status status = FC_OK;
     fct_tensor *like = NULL;
     if (p->unsharded != NULL) {
@@ -123,7 +123,7 @@ static fc_status collect_grad(const fc_group_base *base, fc_param *p, bool uses_
     if (grad == NULL && zero_unused &&
         (p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded)
                               : base->callbacks->requires_grad(p->owner))) {
-        FC_TRY(zero_grad(base, p, &grad));
+        FC_TRY(make_zero_grad(base, p, &grad));
         FC_TRY(unwrap(base, p, &grad));
     }
     *out = grad;

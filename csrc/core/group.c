@@ -96,7 +96,7 @@ void fc_group_fini(fc_group *g) {
     fc_reducer_fini(&g->reducer);
     fc_bucket_fini(&g->buckets);
     if (comm != NULL) {
-        fc_order_forget(&comm->order, g);
+        fc_order_remove(&comm->order, g);
     }
     fc_index_stack_fini(&g->post_forward_indices);
     fc_group_base_fini(&g->base);
@@ -116,9 +116,9 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm_ctx *comm) {
                             "gradients are being reduced");
     }
     if (before != NULL) {
-        fc_order_forget(&before->order, g);
+        fc_order_remove(&before->order, g);
         fc_reducer_return_events(&g->reducer);
-        fc_gather_forget_event(&g->gather);
+        fc_gather_return_event(&g->gather);
         if (g->gather.pending.done != NULL) { /* a pending gather moves to the new context */
             fc_comm_transfer_event(before, comm);
         }
@@ -149,7 +149,7 @@ static fc_status repair_registration(fc_group *g) {
 
 /* Copies requires_grad from the unsharded parameters to the sharded parameters. */
 static fc_status copy_requires_grad(fc_group *g) {
-    return g->sharded_state == FC_UNSHARDED ? fc_unsharded_record_requirements(&g->base) : FC_OK;
+    return g->sharded_state == FC_UNSHARDED ? fc_unsharded_copy_requires_grad(&g->base) : FC_OK;
 }
 
 /* Releases the shards of the post-forward process group (reshard_after_forward as an int). */
@@ -305,7 +305,7 @@ fc_status fc_group_wait_unshard(fc_group *g) {
         goto done;
     }
     if (g->training_state == FC_FORWARD) {
-        FC_TRY(fc_comm_release_kept(g->base.comm));
+        FC_TRY(fc_comm_release_gather(g->base.comm));
     }
     if (g->base.shard.world > 1) {
         range = fc_group_base_enter_range(&g->base, "all_gather_copy_out");
@@ -434,7 +434,7 @@ fc_status fc_group_backward_prefetch(fc_group *g) {
 static bool can_be_eager(const fc_group *g) {
     return g->backward_kind == FC_BACKWARD_SOLE_GROUP && g->settings.reduce_grads &&
            !g->reducer.reduce_unused && !g->reducer.has_hook &&
-           !fc_group_base_uses_fallback(&g->base, FC_FALLBACK_EARLY);
+           !fc_group_base_uses_fallback(&g->base, FC_FALLBACK_EAGER);
 }
 
 fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {

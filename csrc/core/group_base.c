@@ -221,7 +221,7 @@ static void *enter_range(const char *format, ...) {
     if (whole != NULL) {
         (void)vsnprintf(whole, (size_t)length + 1, format, again);
     } else {
-        fc_text_trim(name);
+        fc_text_trim_end(name);
     }
     va_end(again);
     va_end(args);

@@ -1,7 +1,7 @@
 /* Fixed parts of a parameter group: its parameters, process groups, comm context and allocators.
- * These parts do not change within a step, except for `fallbacks` and `logs`. The modules above
- * (gather, reducer, buckets, group) own the state that changes per transition and borrow this
- * struct.
+ * Within a step only `fallbacks`, `logs` and the process groups' labels and agreements change. The
+ * modules above (gather, reducer, buckets, group) own the state that changes per transition and
+ * borrow this struct.
  *
  * Preconditions: fc_group_base_init, except for fini, which accepts a zeroed struct. `params` is
  * not NULL unless `count` is 0. */
@@ -55,7 +55,8 @@ void fc_group_base_init(fc_group_base *base, void *owner, const fc_callbacks *ca
                         int64_t world, int64_t rank);
 void fc_group_base_fini(fc_group_base *base);
 /* Adds the checksum of data that the ranks of `pg` share after a collective. 0: unknown, never a
- * mismatch. No effect unless `checksums` of the comm context is set. */
+ * mismatch. Precondition on devices with streams: 0. No effect unless `checksums` of the comm
+ * context is set. */
 void fc_group_base_add_checksum(const fc_group_base *base, fc_process_group *pg,
                                 fc_operation operation, uint64_t checksum);
 /* The same for a sum in the memory of a device with streams. */

@@ -11,7 +11,7 @@
 /* The tensor is viewed as [outer, rows, row_numel]; `rows` is the sharded dimension. Rank r of
  * `world` holds the rows [r * chunk_rows, r * chunk_rows + local_rows) of every outer block. Every
  * rank reserves chunk_rows rows, and the rows from local_rows on are zero padding. Only dim 0
- * (outer == 1) may be split unevenly. All counts are elements. */
+ * (outer == 1) may be split unevenly. */
 typedef struct fc_layout {
     int64_t world;
     int64_t rank;

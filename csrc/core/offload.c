@@ -35,8 +35,8 @@ done:
     return status;
 }
 
-fc_status fc_offload_place(const fc_gather_plan *plan, fc_param *const *params,
-                           const fct_tensor *buffer, int64_t start, fc_error *err) {
+fc_status fc_offload_upload(const fc_gather_plan *plan, fc_param *const *params,
+                            const fct_tensor *buffer, int64_t start, fc_error *err) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
@@ -133,8 +133,8 @@ done:
     return status;
 }
 
-fc_status fc_offload_send(const fc_param *p, const fc_callbacks *callbacks, fct_tensor *view,
-                          fct_tensor **local, bool *queued) {
+fc_status fc_offload_copy_gradient(const fc_param *p, const fc_callbacks *callbacks,
+                                   fct_tensor *view, fct_tensor **local, bool *queued) {
     bool async =
         p->pinned && !callbacks->has_grad(p->owner) && !callbacks->needs_grad_now(p->owner);
     if (fct_tensor_to_host(view, async, local) != 0) {

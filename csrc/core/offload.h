@@ -16,8 +16,8 @@
 
 /* Queues the upload of all shards into their slots. This rank's shard starts `start` bytes into the
  * storage of `buffer`. Precondition: the plan has neither casts nor extended parameters. */
-FC_CHECK fc_status fc_offload_place(const fc_gather_plan *plan, fc_param *const *params,
-                                    const fct_tensor *buffer, int64_t start, fc_error *err);
+FC_CHECK fc_status fc_offload_upload(const fc_gather_plan *plan, fc_param *const *params,
+                                     const fct_tensor *buffer, int64_t start, fc_error *err);
 /* Queues the upload of each offloaded shard in host memory to a new tensor fc_param.staged, which
  * the pack reads instead of the shard. fc_offload_unstage() releases these tensors. Other shards
  * and extended parameters are skipped: their data is on the device. */
@@ -34,7 +34,7 @@ FC_CHECK fc_status fc_offload_fill(const fc_gather_plan *plan, fc_param *const *
  * is asynchronous. The caller must then wait for the copy before the gradient is read. The copy is
  * synchronous if the memory is not pinned, if `view` will be added to an existing gradient, or if
  * hooks read it. */
-FC_CHECK fc_status fc_offload_send(const fc_param *p, const fc_callbacks *callbacks,
-                                   fct_tensor *view, fct_tensor **local, bool *queued);
+FC_CHECK fc_status fc_offload_copy_gradient(const fc_param *p, const fc_callbacks *callbacks,
+                                            fct_tensor *view, fct_tensor **local, bool *queued);
 
 #endif

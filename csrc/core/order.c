@@ -33,7 +33,7 @@ fc_status fc_order_append(fc_order *o, struct fc_group *group, size_t *position)
     return FC_OK;
 }
 
-void fc_order_forget(fc_order *o, const struct fc_group *group) {
+void fc_order_remove(fc_order *o, const struct fc_group *group) {
     assert(group != NULL && o->count <= o->capacity);
     for (size_t i = 0; i < o->count; i++) {
         if (o->items[i] == group) {

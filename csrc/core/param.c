@@ -72,12 +72,12 @@ static void unsubscribe(fc_param *p) {
     p->subscription = NULL;
 }
 
-void fc_param_forget_unsharded(fc_param *p) {
+void fc_param_release_unsharded(fc_param *p) {
     assert(!p->aliased || p->flat != NULL);
     unsubscribe(p);
     replace(&p->unsharded, NULL);
     replace(&p->flat, NULL);
-    fc_extension_forget(&p->extension);
+    fc_extension_release(&p->extension);
     p->aliased = false;
 }
 
@@ -88,7 +88,7 @@ void fc_param_fini(fc_param *p) {
     replace(&p->post_forward_data, NULL);
     replace(&p->accumulated, NULL);
     replace(&p->partial, NULL);
-    fc_param_forget_unsharded(p);
+    fc_param_release_unsharded(p);
     fc_extension_fini(&p->extension);
     free(p->local_sizes);
     p->local_sizes = NULL;
@@ -279,7 +279,7 @@ fc_status fc_param_alias_flat(fc_param *p) {
     FC_TRY_RAISED(fct_tensor_alias_1d(p->sharded_data, shard.numel,
                                       shard.offset_bytes / shard.itemsize, &alias));
     FC_TRY(fc_param_keep_grad(p));
-    fc_param_forget_unsharded(p);
+    fc_param_release_unsharded(p);
     replace(&p->flat, alias);
     p->aliased = true;
 done:
@@ -294,7 +294,7 @@ fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts, 
     int64_t bytes = 0;
     if (p->aliased || p->extension.output_count > 0) {
         FC_TRY(fc_param_keep_grad(p));
-        fc_param_forget_unsharded(p);
+        fc_param_release_unsharded(p);
     }
     if (p->flat == NULL) {
         fct_tensor *flat = NULL;
@@ -349,7 +349,7 @@ fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device, 
     fc_status status = FC_OK;
     if (p->flat != NULL) { /* flat is left from a time when the parameter was not extended */
         FC_TRY(fc_param_keep_grad(p));
-        fc_param_forget_unsharded(p);
+        fc_param_release_unsharded(p);
     }
     FC_TRY(fc_extension_alloc(&p->extension, world, device, p->name, err));
 done:
@@ -367,7 +367,7 @@ void fc_param_free(fc_param *p) {
         if (p->accumulated == NULL && p->unsharded != NULL) {
             fct_grad_take(p->unsharded, &p->accumulated); /* see fc_param_keep_grad */
         }
-        fc_param_forget_unsharded(p);
+        fc_param_release_unsharded(p);
         return;
     }
     if (p->flat != NULL && !p->aliased) {

@@ -68,7 +68,7 @@ typedef struct fc_param {
     /* partial gradient of backwards without reduction, in reduce_dtype; after fc_param_keep_grad()
      * in the dtype of .grad */
     fct_tensor *accumulated;
-    fct_tensor *partial; /* HSDP: padded_numel elements, not all-reduced yet */
+    fct_tensor *partial; /* HSDP: output that is not all-reduced yet; padded_numel elements */
     /* Notification of the gradient of `unsharded`; owned. bucket.c creates the subscription, in
      * groups with several buckets. */
     fct_grad_subscription *subscription;
@@ -98,7 +98,7 @@ void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded);
 void fc_param_set_flat(fc_param *p, fct_tensor *flat);
 /* Releases the outputs and the unsharded tensor, with its .grad: see fc_param_keep_grad(). The next
  * unshard creates them again. Precondition: the parameter is sharded. */
-void fc_param_forget_unsharded(fc_param *p);
+void fc_param_release_unsharded(fc_param *p);
 
 /* Returns the dtype of gathered data and of computation. */
 fct_dtype fc_param_compute_dtype(const fc_param *p);

@@ -14,6 +14,8 @@
 /* Upper bound of the elements between two slots of a reduce plan, and of its alignment. */
 enum { MAX_GAP = 16 };
 
+enum { MAX_ITEMSIZE = 16 }; /* in bytes, of complex128 */
+
 /* Minimum size of a parameter with its own chunk. Below this size a copy costs less than one more
  * message. */
 static int64_t min_owned_chunk_bytes = 1 << 18;
@@ -175,8 +177,8 @@ static fc_slot describe_slot(const fc_gather_plan *plan, size_t param, const fc_
 
 /* Checks that the slot can be appended to a rank shard of `offset` bytes without overflow. Writes
  * the new size of the rank shard to *end and updates the plan's flags. */
-static fc_status append_slot(fc_gather_plan *plan, fc_slot *slot, const fc_param *p, int64_t offset,
-                             int64_t *end, fc_error *err) {
+static fc_status measure_slot(fc_gather_plan *plan, const fc_slot *slot, const fc_param *p,
+                              int64_t offset, int64_t *end, fc_error *err) {
     const char *name = p->name != NULL ? p->name : "?";
     int32_t size = fc_dtype_size(slot->compute);
     int64_t bytes = 0;
@@ -264,7 +266,7 @@ static fc_status lay_out_slots(fc_gather_plan *plan, fc_param *const *params, si
         for (size_t k = 0; k < fc_param_input_count(params[i]); k++) {
             fc_slot *slot = &plan->slots[filled++];
             *slot = describe_slot(plan, i, params[i], k);
-            FC_TRY(append_slot(plan, slot, params[i], *end, end, err));
+            FC_TRY(measure_slot(plan, slot, params[i], *end, end, err));
         }
     }
 done:
@@ -514,7 +516,7 @@ fc_status fc_reduce_plan_lay_out(fc_reduce_plan *plan, fct_dtype reduce_dtype, b
         complex = complex || fc_dtype_is_complex(facts.dtype);
         if (!fc_size_add(offset, layout->padded_numel, &offset) ||
             !fc_size_add(offset, MAX_GAP, &offset) || !fc_size_mul(offset, layout->world, &total) ||
-            !fc_size_mul(total, 16, &total)) {
+            !fc_size_mul(total, MAX_ITEMSIZE, &total)) {
             return fc_error_set(err, FC_EASSERT, "the reduce buffer's size overflows");
         }
     }

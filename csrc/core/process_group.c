@@ -80,9 +80,9 @@ static void describe_modules(const char *modules, char *text, size_t bytes) {
     char first[LONGEST + 1];
     const size_t first_length = count > 1 ? strcspn(modules, ",") : LONGEST;
     (void)snprintf(first, sizeof first, "%.*s", (int)first_length, modules);
-    fc_text_trim(first);
+    fc_text_trim_end(first);
     const size_t last_length = strlen(last);
-    last = last_length > LONGEST ? fc_text_begin(last + last_length - LONGEST) : last;
+    last = last_length > LONGEST ? fc_text_trim_start(last + last_length - LONGEST) : last;
     if (count > 1) {
         (void)snprintf(text, bytes, "%s, ... %s (%zu modules)", first, last, count);
     } else {
@@ -125,7 +125,7 @@ static void name_label(const fc_process_group *pg, const char *modules, fct_op_l
     label->unit = hash > FCT_LABEL_NO_ROOT ? hash : FCT_LABEL_NO_ROOT + 1;
     const size_t length = (size_t)(end - modules);
     const size_t kept = length < sizeof label->name ? length : sizeof label->name - 1;
-    const char *begin = fc_text_begin(end - kept);
+    const char *begin = fc_text_trim_start(end - kept);
     memcpy(label->name, begin, (size_t)(end - begin) + 1);
 }
 

@@ -32,9 +32,10 @@ static void return_event(fc_reducer *reducer, fct_event **slot) {
 }
 
 void fc_reducer_return_events(fc_reducer *reducer) {
-    assert(reducer->base->comm != NULL || (reducer->reduced == NULL && reducer->sent == NULL));
+    assert(reducer->base->comm != NULL ||
+           (reducer->reduced == NULL && reducer->copied_to_host == NULL));
     return_event(reducer, &reducer->reduced);
-    return_event(reducer, &reducer->sent);
+    return_event(reducer, &reducer->copied_to_host);
 }
 
 void fc_reducer_fini(fc_reducer *reducer) {
@@ -65,8 +66,8 @@ static bool all_reduces_now(const fc_reducer *reducer) {
     return fc_group_base_is_replicated(reducer->base) && reducer->all_reduce_grads;
 }
 
-/* Returns true if the span has partial gradients to all-reduce, even without new gradients. Earlier
- * backwards reduce-scattered these partial gradients. */
+/* Returns true if the span has partial outputs to all-reduce, even without new gradients: earlier
+ * backwards only reduce-scattered them. */
 static bool has_pending_partials(const fc_reducer *reducer, fc_span span) {
     for (size_t i = span.first; all_reduces_now(reducer) && i < span.end; i++) {
         if (reducer->base->params[i]->partial != NULL) {
@@ -201,9 +202,9 @@ done:
 
 /* Records the event of queued copies to host memory after a failure, so that the next wait includes
  * these copies. */
-static void record_sent(fc_reducer *reducer, fct_stream stream) {
+static void record_copies_to_host(fc_reducer *reducer, fct_stream stream) {
     void *error = fct_error_set_aside();
-    FC_IGNORE(fc_comm_record_into(reducer->base->comm, stream, &reducer->sent));
+    FC_IGNORE(fc_comm_record_into(reducer->base->comm, stream, &reducer->copied_to_host));
     fct_error_put_back(error);
 }
 
@@ -234,7 +235,7 @@ static fc_status reduce_on_streams(fc_reducer *reducer, fc_reduction *r, const f
     fc_comm_share_event(c, reducer->reduced,
                         r->on_other_stream ? &c->last_all_reduced : &c->last_reduced);
     if (r->copies_to_host) {
-        fc_comm_share_event(c, reducer->reduced, &reducer->sent);
+        fc_comm_share_event(c, reducer->reduced, &reducer->copied_to_host);
     }
     if (r->output != NULL && r->on_other_stream) {
         fct_event *cast = NULL;
@@ -244,7 +245,7 @@ static fc_status reduce_on_streams(fc_reducer *reducer, fc_reduction *r, const f
     }
 done:
     if (status != FC_OK && r->copies_to_host) {
-        record_sent(reducer, stream);
+        record_copies_to_host(reducer, stream);
     }
     (void)fct_stream_set_current(compute);
     return status;
@@ -279,8 +280,8 @@ static fc_divide compute_divide(fc_reducer *reducer, fct_dtype dtype) {
 }
 
 /* Decides whether large gradients get their own chunks. Conditions: at least one gradient is large
- * enough, the kernels cast all of them, and the process group takes chunks. Devices with streams,
- * and the process group's allocator, use one buffer. */
+ * enough, the kernels cast all of them, no factor is multiplied before the sum, and the process
+ * group takes chunks. Devices with streams, and the process group's allocator, use one buffer. */
 static fc_status choose_split(fc_reducer *reducer, const fc_divide *divide) {
     const fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
@@ -521,9 +522,9 @@ done:
 static fc_status wait_on_host(fc_reducer *reducer) {
     const fc_group_base *base = reducer->base;
     fc_status status = FC_OK;
-    if (reducer->sent != NULL) {
-        FC_TRY_RAISED(fct_event_synchronize(reducer->sent));
-        return_event(reducer, &reducer->sent);
+    if (reducer->copied_to_host != NULL) {
+        FC_TRY_RAISED(fct_event_synchronize(reducer->copied_to_host));
+        return_event(reducer, &reducer->copied_to_host);
     }
     if (reducer->used_fallback && base->callbacks->finalize != NULL) {
         FC_TRY_RAISED(base->callbacks->finalize(base->owner));
@@ -565,7 +566,7 @@ void fc_reduce_reset(fc_reducer *reducer) {
     if (reducer->used_fallback && base->callbacks->drop_reduce != NULL) {
         base->callbacks->drop_reduce(base->owner);
     }
-    /* `sent` stays: the next end of a backward waits for that event */
+    /* `copied_to_host` stays: the next end of a backward waits for that event */
     return_event(reducer, &reducer->reduced);
 }
 

@@ -35,10 +35,10 @@ typedef struct fc_reducer {
     fc_group_base *base; /* borrowed */
     fc_reduce_plan plan; /* plan of the collected gradients */
     fc_transfer transfer;
-    fc_chunks chunks;   /* chunks of the plan, until the Work holds references to them */
-    fct_event *reduced; /* end of the latest reduction; only with streams */
-    fct_event *sent;    /* end of the latest queued copies to host memory */
-    bool used_fallback; /* callbacks->reduce() has run, and may hold buffers and work */
+    fc_chunks chunks;          /* chunks of the plan, until the Work holds references to them */
+    fct_event *reduced;        /* end of the latest reduction; only with streams */
+    fct_event *copied_to_host; /* end of the latest queued copies to host memory */
+    bool used_fallback;        /* callbacks->reduce() has run, and may hold buffers and work */
     /* Settings of the user. */
     double divide_factor; /* replaces the number of ranks if has_divide_factor */
     bool has_divide_factor;
@@ -61,10 +61,11 @@ void fc_reducer_return_events(fc_reducer *reducer);
 /* Reduces the gradients of the span that were collected into reducer->plan, and removes them from
  * the plan. A reduction with an all-reduce includes parameters that only have a partial output.
  * `order_compute`: the current stream waits for the result. Used if backward begins before all
- * modules of the group have run forward. On failure the gradients are lost, and this reduction is
- * not in flight. */
+ * modules of the group have run forward. On failure the gradients are lost. The
+ * failure may be that of an earlier reduction: call fc_reduce_reset. */
 FC_CHECK fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute);
-/* Makes the current stream wait for the reducer's latest reduction. */
+/* Makes the current stream wait for the reducer's latest reduction. Blocks until the latest copies
+ * of gradients to host memory are complete. Also waits for the work of the fallback's reduce(). */
 FC_CHECK fc_status fc_reduce_order_compute(fc_reducer *reducer);
 /* Ends a backward: the current stream waits for all reductions of the context, and for the work of
  * the fallback's reduce(). */

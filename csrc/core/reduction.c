@@ -149,11 +149,11 @@ static fc_status view_part(const fct_tensor *output, int64_t offset, int64_t num
     return fct_tensor_alias_1d(output, numel, offset, out) == 0 ? FC_OK : FC_ERAISED;
 }
 
-/* Consecutive parameters with partial gradients that are slices of one buffer, at the distances of
+/* Consecutive parameters with partial outputs that are slices of one buffer, at the distances of
  * the output. Two views, one of the buffer and one of the output, cover all of them. */
 typedef struct partial_run {
-    size_t first, end;   /* parameters; without partial gradients if `partial` is NULL */
-    fct_tensor *partial; /* partial gradient of parameter `first`; borrowed */
+    size_t first, end;   /* parameters; without partial outputs if `partial` is NULL */
+    fct_tensor *partial; /* partial output of parameter `first`; borrowed */
     int64_t offset;      /* of parameter `first` in the output */
     int64_t numel;       /* elements in the output, gaps between parameters included */
     int64_t next;        /* offset of parameter `end` in the output */
@@ -196,7 +196,7 @@ static partial_run find_run(const fc_reduction *r, size_t first, int64_t offset)
     return run;
 }
 
-/* Keeps the output's parts as the partial gradients of a run that has none. */
+/* Keeps the output's parts as the partial outputs of a run that has none. */
 static fc_status keep_parts(const fc_reduction *r, const partial_run *run) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
@@ -213,7 +213,7 @@ done:
     return status;
 }
 
-/* Drops the partial gradients, which were merged. */
+/* Drops the partial outputs, which were merged. */
 static void drop_partials(const fc_reduction *r) {
     for (size_t i = 0; i < r->total; i++) {
         fc_param_set_partial(r->params[i], NULL);
@@ -258,10 +258,10 @@ done:
     return status;
 }
 
-/* Appends one addition for the run to `sums` and `addends`. With keep_partial the partial gradients
+/* Appends one addition for the run to `sums` and `addends`. With keep_partial the partial outputs
  * are the sum, and the part of the output is added to them. Otherwise the part of the output is the
- * sum, and the partial gradients are added to it. If that part contains no gradients, copies the
- * partial gradients to it and appends nothing. */
+ * sum, and the partial outputs are added to it. If that part contains no gradients, copies the
+ * partial outputs to it and appends nothing. */
 static fc_status merge_run(const fc_reduction *r, const partial_run *run, size_t *count) {
     fc_status status = FC_OK;
     fct_tensor *part = NULL;
@@ -344,7 +344,7 @@ static fc_status copy_to_host(fc_reduction *r, const fc_param *p, fct_tensor **v
     if (!p->offloaded || !r->base->comm->has_streams) {
         return FC_OK;
     }
-    FC_TRY(fc_offload_send(p, r->base->callbacks, *view, &local, &queued));
+    FC_TRY(fc_offload_copy_gradient(p, r->base->callbacks, *view, &local, &queued));
     r->copies_to_host = r->copies_to_host || queued;
     fct_tensor_release(*view);
     *view = local;

@@ -50,7 +50,7 @@ void fc_reduction_set_label(const fc_reduction *r, size_t count, const fc_divide
 /* Waits for the collective in flight. With streams, only orders the current stream after the
  * collective. */
 FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
-/* Returns true if the partial gradients of all parameters are a buffer that was an earlier output,
+/* Returns true if the partial outputs of all parameters are a buffer that was an earlier output,
  * with the layout of this output. Only with streams. */
 bool fc_reduction_has_partial_output(const fc_reduction *r);
 /* Sets the output of a group of one rank: the input. If fc_reduction_has_partial_output, that

@@ -244,7 +244,7 @@ static fc_status reset_comm(fc_comm_ctx *c, bool after) {
     }
     prune_order(&c->order);
     fc_status status = fc_comm_release_outputs(c);
-    return status == FC_OK ? fc_comm_release_kept(c) : status;
+    return status == FC_OK ? fc_comm_release_gather(c) : status;
 }
 
 /* Calls `visit` for the root's context, and for other contexts of groups (share_comm_ctx replaces a
@@ -429,7 +429,7 @@ fc_status fc_state_begin_iteration(fc_state *s, bool after_compute) {
     s->iteration->forward_root = s;
     s->comm->step++;
     s->iteration->order_mark = s->comm->order.count;
-    fct_memory_round();
+    fct_memory_begin_round();
 done:
     fc_comm_put_event(s->comm, event);
     return verify_state(s, status);
@@ -462,7 +462,7 @@ fc_status fc_state_forward_prefetch(fc_state *s) {
 }
 
 /* Removes the entries of a forward with gradients disabled, because no backward follows. */
-static void forget_order_since(fc_order *order, size_t mark) {
+static void remove_order_since(fc_order *order, size_t mark) {
     while (order->count > mark) {
         fc_group *g = order->items[--order->count];
         if (g != NULL && g->post_forward_indices.count > 0 &&
@@ -478,9 +478,9 @@ fc_status fc_state_end_forward(fc_state *s) {
     s->training_state = FC_IDLE;
     if (s->iteration->forward_root == s) {
         if (!fct_grad_enabled()) {
-            forget_order_since(&s->comm->order, s->iteration->order_mark);
+            remove_order_since(&s->comm->order, s->iteration->order_mark);
         }
-        FC_TRY(fc_comm_release_kept(s->comm));
+        FC_TRY(fc_comm_release_gather(s->comm));
         s->iteration->forward_root = NULL;
     }
 done:

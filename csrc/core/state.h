@@ -97,8 +97,8 @@ FC_CHECK fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_
 /* Runs after the post-backward node of one of the state's groups. If autograd holds no
  * end-of-backward callback and `manual` is off, this function completes the reductions, because no
  * later call does. That is the case if autograd reached no output with a hook: only one module of a
- * fully_shard list was called, or an output is not a tensor. Programs can also prevent the
- * callback. */
+ * fully_shard list was called, or an output is not a tensor. Pipeline schedules also prevent
+ * the callback: they set callback_queued. */
 FC_CHECK fc_status fc_state_post_backward(const fc_state *s, fc_group *g);
 /* Resets the root after a failure, so that a new iteration can start. Other roots in the same
  * context are not affected. If the streams cannot be synchronized, the reset changes nothing. After

@@ -11,7 +11,7 @@ static bool is_continuation(char byte) {
     return ((unsigned char)byte & 0xC0) == 0x80;
 }
 
-const char *fc_text_begin(const char *text) {
+const char *fc_text_trim_start(const char *text) {
     assert(text != NULL);
     while (is_continuation(*text)) {
         text++;
@@ -19,7 +19,7 @@ const char *fc_text_begin(const char *text) {
     return text;
 }
 
-void fc_text_trim(char *text) {
+void fc_text_trim_end(char *text) {
     assert(text != NULL);
     size_t last = strlen(text);
     size_t present = 0; /* bytes of the last character */
@@ -42,7 +42,7 @@ fc_status fc_error_set(fc_error *err, fc_status code, const char *format, ...) {
         const int length = vsnprintf(err->message, sizeof err->message, format, args);
         va_end(args);
         if (length >= (int)sizeof err->message) {
-            fc_text_trim(err->message);
+            fc_text_trim_end(err->message);
         }
     }
     return code;

@@ -58,10 +58,10 @@ typedef struct fc_error {
     char message[512];
 } fc_error;
 
-/* For UTF-8 text that was cut. begin: skips the rest of an incomplete character at the start. trim:
- * removes an incomplete character from the end. */
-const char *fc_text_begin(const char *text);
-void fc_text_trim(char *text);
+/* For UTF-8 text that was cut. trim_start: returns the address after the rest of an incomplete
+ * character at the start. trim_end: removes an incomplete character from the end. */
+const char *fc_text_trim_start(const char *text);
+void fc_text_trim_end(char *text);
 
 /* Formats the message into `err`, truncated to its size, and returns `code`. `err` may be NULL.
  * Precondition: `code` is not FC_OK. */

@@ -230,7 +230,7 @@ fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan, fc_param 
     assert(!plan->chunks.split || (kernels != NULL && !plan->from_host));
     checksum = readable(checksum, plan->from_host ? NULL : kernels);
     if (plan->from_host && !plan->casts && !plan->extended) {
-        return fc_offload_place(plan, params, chunks[0], first.offset_bytes + rank * part, err);
+        return fc_offload_upload(plan, params, chunks[0], first.offset_bytes + rank * part, err);
     }
     if (plan->from_host) {
         FC_TRY(fc_offload_stage(plan, params, first.device, err));

@@ -27,8 +27,8 @@ FC_CHECK fc_status fc_transfer_pack(fc_transfer *t, const fc_gather_plan *plan,
 FC_CHECK fc_status fc_transfer_fill(fc_transfer *t, const fc_gather_plan *plan,
                                     fc_param *const *params, fct_device device, fc_error *err);
 /* Copies the gathered parts in `buffer` (plan->world of them) to the outputs of the parameters.
- * Precondition: `chunk` is a packed chunk, so its `owned` is false. Adds the parts to the checksum
- * of rank `rank`; NULL: none. */
+ * Precondition: `chunk` is a packed chunk, so its `owned` is false. Adds the parts to the checksum;
+ * NULL: none. `rank` is this rank. */
 FC_CHECK fc_status fc_transfer_unpack(fc_transfer *t, const fc_gather_plan *plan,
                                       fc_param *const *params, size_t chunk,
                                       const fct_tensor *buffer, int64_t rank, fc_checksum *checksum,

@@ -160,7 +160,7 @@ fc_status fc_unsharded_adopt(fc_group_base *base) {
     return status;
 }
 
-fc_status fc_unsharded_record_requirements(fc_group_base *base) {
+fc_status fc_unsharded_copy_requires_grad(fc_group_base *base) {
     assert(base->callbacks != NULL && (base->count == 0 || base->params != NULL));
     fc_status status = FC_OK;
     for (size_t i = 0; i < base->count; i++) {
@@ -168,7 +168,7 @@ fc_status fc_unsharded_record_requirements(fc_group_base *base) {
         bool requires_grad = p->unsharded != NULL ? fct_tensor_requires_grad(p->unsharded)
                                                   : p->unsharded_requires_grad;
         if (requires_grad != p->unsharded_requires_grad) {
-            FC_TRY_RAISED(base->callbacks->require_grad(p->owner, requires_grad));
+            FC_TRY_RAISED(base->callbacks->set_requires_grad(p->owner, requires_grad));
             p->unsharded_requires_grad = requires_grad;
         }
     }

@@ -52,7 +52,7 @@ FC_CHECK fc_status fc_unsharded_can_free(const fc_group_base *base);
 void fc_unsharded_free(fc_group_base *base);
 /* Copies requires_grad from each unsharded parameter to its sharded parameter, if the user has
  * changed it. Call it before the unsharded parameters are unregistered. */
-FC_CHECK fc_status fc_unsharded_record_requirements(fc_group_base *base);
+FC_CHECK fc_status fc_unsharded_copy_requires_grad(fc_group_base *base);
 
 /* Returns FC_ESTATE with a message if memory exists although `unsharded` is false, or if memory is
  * missing although `unsharded` is true. Memory is not checked if `kept`, and for aliased

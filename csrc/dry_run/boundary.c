@@ -105,7 +105,7 @@ void fct_storage_move(fct_tensor *from, fct_tensor *to) {
     to->storage->purpose = moved.purpose;
 }
 
-void fct_memory_round(void) {}
+void fct_memory_begin_round(void) {}
 
 void fct_memory_trim(void) {}
 

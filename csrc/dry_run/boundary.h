@@ -1,7 +1,7 @@
 /* Tensors and storages of the dry run's boundary (csrc/bridge), which have sizes and a dtype but no
  * memory. All functions count their objects in the record of this thread (fcd_record_init).
  *
- * A storage has a size and no memory. Its addresses are numbers that are never dereferenced. */
+ * The addresses of a storage are numbers that are never dereferenced. */
 #ifndef FSDP_C_DRY_RUN_BOUNDARY_H
 #define FSDP_C_DRY_RUN_BOUNDARY_H
 

@@ -31,8 +31,8 @@ typedef struct fcd_end_callback {
 struct fct_pg {
     size_t refs;
     int32_t unit;
-    /* part of the unit's name of the group; borrowed. fcd_model_fini() frees it, so events are read
-     * before. */
+    /* the group's name behind the number of the unit; borrowed. fcd_model_fini() frees the name, so
+     * events are read before. */
     const char *role;
 };
 

@@ -53,7 +53,7 @@ static bool requires_grad(void *owner) {
     return ((const fcd_param *)owner)->requires_grad;
 }
 
-static int require_grad(void *owner, bool value) {
+static int set_requires_grad(void *owner, bool value) {
     ((fcd_param *)owner)->requires_grad = value;
     return 0;
 }
@@ -95,7 +95,7 @@ const fc_callbacks fcd_callbacks = {
     .make_post_forward = make_post_forward,
     .swap = swap,
     .requires_grad = requires_grad,
-    .require_grad = require_grad,
+    .set_requires_grad = set_requires_grad,
     .set_sharded_grad = set_sharded_grad,
     .has_grad = has_grad,
     .needs_grad_now = needs_grad_now,

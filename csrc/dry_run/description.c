@@ -3,6 +3,9 @@
 
 #include "../core/layout.h"
 
+/* More than the bytes of an element of any dtype, so that sizes in bytes do not overflow. */
+enum { ELEMENT_BYTES_BOUND = 32 };
+
 static fc_status check_prefetch(const fcd_description *d, size_t state, const int32_t *targets,
                                 size_t count, const char *key, fc_error *error) {
     for (size_t i = 0; i < count; i++) {
@@ -54,8 +57,8 @@ static fc_status check_param(const fcd_unit_description *u, size_t unit, size_t 
         return fc_error_set(error, FC_EVALUE, "units[%zu].params[%zu].sizes: %s", unit, index,
                             reason.message);
     }
-    if (!fc_size_mul(layout.padded_numel * layout.world, 32, &bytes) ||
-        !fc_size_mul(post_forward.padded_numel * post_forward.world, 32, &bytes)) {
+    if (!fc_size_mul(layout.padded_numel * layout.world, ELEMENT_BYTES_BOUND, &bytes) ||
+        !fc_size_mul(post_forward.padded_numel * post_forward.world, ELEMENT_BYTES_BOUND, &bytes)) {
         return fc_error_set(error, FC_EVALUE, "units[%zu].params[%zu].sizes: too many elements",
                             unit, index);
     }

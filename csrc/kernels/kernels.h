@@ -100,7 +100,8 @@ typedef struct fck_backend {
      * (checksums.cuh). NULL: the device cannot. */
     const char *(*add_checksums)(const fck_range *ranges, size_t count, uint64_t *sum,
                                  void *stream);
-    /* Whether a CUDA graph captures the work of the stream. NULL: never. */
+    /* Returns 1 if a CUDA graph captures the work of the stream, or if the query fails. NULL: a
+     * graph never does. */
     int (*is_capturing)(void *stream);
 } fck_backend;
 

@@ -206,10 +206,10 @@ const char *gpu_unpack(const void *gathered, int64_t rank_bytes, int64_t world,
                        const fck_slot *slots, size_t count, void *stream) {
     launcher queue(world, rank_bytes, true, stream);
     for (size_t i = 0; i < count; i++) {
-        const fck_slot &c = slots[i];
-        const unsigned char *src = static_cast<const unsigned char *>(gathered) + c.offset;
-        const line_job job = move_job(src, c.dst, world * c.bytes, c.bytes);
-        if (const char *failure = queue.add(job, c.blocks)) {
+        const fck_slot &slot = slots[i];
+        const unsigned char *src = static_cast<const unsigned char *>(gathered) + slot.offset;
+        const line_job job = move_job(src, slot.dst, world * slot.bytes, slot.bytes);
+        if (const char *failure = queue.add(job, slot.blocks)) {
             return failure;
         }
     }
@@ -218,11 +218,11 @@ const char *gpu_unpack(const void *gathered, int64_t rank_bytes, int64_t world,
 
 line_job gradient_job(const fck_gradient &g, unsigned char *dst, fck_dtype dst_dtype) {
     const int64_t size = fck_target_size(&g, dst_dtype);
-    unsigned char *slots = dst + g.offset * size;
+    unsigned char *to = dst + g.offset * size;
     if (g.src_dtype == dst_dtype) {
-        return move_job(g.src, slots, g.numel * size, g.chunk * size);
+        return move_job(g.src, to, g.numel * size, g.chunk * size);
     }
-    return cast_job(g.src, g.src_dtype, slots, dst_dtype, g.numel, g.chunk);
+    return cast_job(g.src, g.src_dtype, to, dst_dtype, g.numel, g.chunk);
 }
 
 const char *gpu_pack_gradients(const fck_gradient *gradients, size_t count, int64_t world,

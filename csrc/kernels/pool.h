@@ -32,12 +32,12 @@ fck_block *fck_pool_take(size_t bytes);
 /* NULL is allowed. Precondition: the block was taken and not given back. */
 void fck_pool_give(fck_block *block);
 /* Begins a round (an iteration of a model). Only the peaks of the latest rounds count. */
-void fck_pool_round(void);
+void fck_pool_begin_round(void);
 /* Returns all cached blocks to the system. */
 void fck_pool_trim(void);
-/* Enables (1, the default) or disables (0) caching. Disabling also trims the pool. Tools that
- * detect a use after free require disabled caching. */
-void fck_pool_keep(int on);
+/* For tests. Enables (1, the default) or disables (0) caching. Disabling also trims the pool. A
+ * build with AddressSanitizer disables caching, so that the tool detects a use after free. */
+void fck_pool_set_caching(int on);
 
 typedef struct fck_pool_facts {
     uint64_t used_bytes;   /* in use: taken and not given back */

@@ -222,7 +222,7 @@ void fck_pool_give(fck_block *block) {
     unmap_all(removed);
 }
 
-void fck_pool_round(void) {
+void fck_pool_begin_round(void) {
     (void)pthread_mutex_lock(&pool.mutex);
     pool.round = (pool.round + 1) % ROUNDS;
     pool.peaks[pool.round] = 0;
@@ -245,7 +245,7 @@ void fck_pool_trim(void) {
     unmap_all(removed);
 }
 
-void fck_pool_keep(int on) {
+void fck_pool_set_caching(int on) {
     (void)pthread_mutex_lock(&pool.mutex);
     pool.caching_disabled = !on;
     (void)pthread_mutex_unlock(&pool.mutex);

@@ -128,7 +128,7 @@ int fcpy_set_outputs(PyObject *param, PyObject *value, void *closure) {
         PyList_GET_SIZE(value) == 1 ? fct_py_tensor(PyList_GET_ITEM(value, 0)) : NULL;
     if (single != NULL && is_flat(p, single)) {
         fc_param_set_flat(p, single);
-        fc_extension_forget_outputs(&p->extension);
+        fc_extension_release_outputs(&p->extension);
         return 0;
     }
     fc_status status =

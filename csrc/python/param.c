@@ -402,7 +402,7 @@ static void drop_held_grads(fcpy_param *self) {
     fc_param_drop_grad(&self->core);
 }
 
-static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
+static PyObject *release_unsharded(PyObject *obj, PyObject *unused) {
     (void)unused;
     fcpy_param *self = (fcpy_param *)obj;
     PyObject *param = self->unsharded_param;
@@ -411,7 +411,7 @@ static PyObject *forget_unsharded(PyObject *obj, PyObject *unused) {
     }
     fcpy_hold_tensor(self->mod, self->core.unsharded);
     fcpy_defer_outputs_release(self);
-    fc_param_forget_unsharded(&self->core);
+    fc_param_release_unsharded(&self->core);
     self->unsharded_param = NULL;
     fcpy_defer_decref(self->mod, param);
     Py_RETURN_NONE;
@@ -430,7 +430,7 @@ static PyMethodDef param_methods[] = {
     {"_register_sharded", register_sharded, METH_NOARGS,
      "Registers sharded_param under the (module, name) pairs of _set_slots()."},
     {"_drop_grad", drop_grad, METH_NOARGS, "Drops the gradients that wait for a later reduction."},
-    {"_forget_unsharded", forget_unsharded, METH_NOARGS,
+    {"_release_unsharded", release_unsharded, METH_NOARGS,
      "Drops the unsharded parameter, but not its gradient. Only valid while sharded."},
     {"_cut", fcpy_shard_cut, METH_VARARGS,
      "_cut(tensor, dim): makes sharded_param and _sharded_param_data of this rank's rows of a "

@@ -263,7 +263,7 @@ class Param(ReplaceableShard):
         if REDUCES_IN_PARAM_DTYPE:
             self._implied_reduce_dtype = None if mp_policy.reduce_dtype else reduce_dtype
         if previous is not None and previous != (param_dtype or self.orig_dtype):
-            self._forget_unsharded()
+            self._release_unsharded()
         if REDUCES_IN_PARAM_DTYPE and self.orig_dtype.is_floating_point:
             self._init_grad_dtype()
 

@@ -55,7 +55,7 @@ void sim_check_reset(sim_model *m) {
             }
         }
     }
-    if (m->comm.reductions != 0 || m->comm.order.count != 0 || m->comm.kept.buffer != NULL) {
+    if (m->comm.reductions != 0 || m->comm.order.count != 0 || m->comm.kept_gather.buffer != NULL) {
         sim_fail("after the reset the context holds a reduction, an order or a buffer");
     }
 }

@@ -304,6 +304,6 @@ bool fct_storage_can_free(const fct_tensor *t) {
 }
 
 /* The simulated device frees memory at once. */
-void fct_memory_round(void) {}
+void fct_memory_begin_round(void) {}
 
 void fct_memory_trim(void) {}

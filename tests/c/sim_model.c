@@ -89,8 +89,8 @@ static bool callback_requires_grad(void *owner) {
     return fct_tensor_requires_grad(((const sim_param *)owner)->sharded);
 }
 
-static int callback_require_grad(void *owner, bool value) {
-    sim_callback("require_grad");
+static int callback_set_requires_grad(void *owner, bool value) {
+    sim_callback("set_requires_grad");
     return fct_tensor_set_requires_grad(((const sim_param *)owner)->sharded, value);
 }
 
@@ -177,7 +177,7 @@ const fc_callbacks sim_callbacks = {
     .grad_arrived = callback_grad_arrived,
     .swap = callback_swap,
     .requires_grad = callback_requires_grad,
-    .require_grad = callback_require_grad,
+    .set_requires_grad = callback_set_requires_grad,
     .shard_version = callback_shard_version,
     .refresh_shard = callback_refresh_shard,
     .set_sharded_grad = callback_set_sharded_grad,

@@ -42,7 +42,7 @@ static void changed_compute_dtype_rebuilds_plan(void **state) {
     assert_int_equal(fc_group_reshard(f.core), FC_OK);
     f.group->params[0].core.param_dtype = FCK_BFLOAT16;
     f.group->params[0].shape.compute = FCK_BFLOAT16; /* the other ranks send this dtype, too */
-    fc_param_forget_unsharded(&f.group->params[0].core);
+    fc_param_release_unsharded(&f.group->params[0].core);
     fc_group_invalidate(f.core);
     unshard(&f);
     sim_tensor_expect(f.group->params[0].core.unsharded, f.group->params[0].full, "unsharded");

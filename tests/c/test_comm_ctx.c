@@ -209,13 +209,13 @@ static void kept_gather_buffer_is_released_after_its_copy_out(void **state) {
     (void)fct_stream_set_current(current);
     assert_int_equal(fc_comm_order_streams(&c, current, c.copy_in_stream), FC_OK);
     sim_tensor_touch(buffer, "the copy-out");
-    c.kept.buffer = buffer;
-    assert_int_equal(fc_comm_record(&c, current, &c.kept.copied), FC_OK);
+    c.kept_gather.buffer = buffer;
+    assert_int_equal(fc_comm_record(&c, current, &c.kept_gather.copied), FC_OK);
     sim_fault_arm(1, SIM_ONCE);
-    assert_int_equal(fc_comm_release_kept(&c), FC_ERAISED);
-    assert_ptr_equal(c.kept.buffer, buffer); /* ordering failed: the buffer stays */
-    assert_int_equal(fc_comm_release_kept(&c), FC_OK);
-    assert_null(c.kept.buffer);
+    assert_int_equal(fc_comm_release_gather(&c), FC_ERAISED);
+    assert_ptr_equal(c.kept_gather.buffer, buffer); /* ordering failed: the buffer stays */
+    assert_int_equal(fc_comm_release_gather(&c), FC_OK);
+    assert_null(c.kept_gather.buffer);
     (void)fct_stream_set_current(c.copy_in_stream);
     fct_tensor *next = vector_of(2.0); /* the simulator checks whether the block may be reused */
     (void)fct_stream_set_current(current);
@@ -306,7 +306,7 @@ static void second_kept_gather_buffer_replaces_first(void **state) {
             assert_int_equal(sim_count_alive().tensors, 1);
             assert_int_equal(c.events_out, 1);
         }
-        assert_int_equal(fc_comm_release_kept(&c), FC_OK);
+        assert_int_equal(fc_comm_release_gather(&c), FC_OK);
         assert_int_equal(sim_count_alive().tensors, 0);
         end(&c);
     }

@@ -91,8 +91,8 @@ static void gradient_collect_of_never_unsharded_parameter_gives_zeros_of_full_si
     (void)state;
     begin((sim_shape){.ndim = 2, .sizes = {3, 2}, .compute = FCK_BFLOAT16}, 0);
     fct_facts facts;
-    fc_param_forget_unsharded(&params[1].core);
-    fc_param_forget_unsharded(&params[2].core);
+    fc_param_release_unsharded(&params[1].core);
+    fc_param_release_unsharded(&params[2].core);
     assert_int_equal(fct_tensor_set_requires_grad(params[1].sharded, false), 0);
     assert_int_equal(fc_gradient_collect(base, (fc_span){1, 3}, true, &plan), FC_OK);
     assert_int_equal(plan.count, 1);

@@ -156,7 +156,7 @@ static void failing_process_group_allocator_fails_the_allocation_of_a_buffer(voi
 
 static void group_uses_exactly_the_fallbacks_of_its_mask(void **state) {
     (void)state;
-    static const fc_fallback all[] = {FC_FALLBACK_GATHER, FC_FALLBACK_REDUCE, FC_FALLBACK_EARLY,
+    static const fc_fallback all[] = {FC_FALLBACK_GATHER, FC_FALLBACK_REDUCE, FC_FALLBACK_EAGER,
                                       FC_FALLBACK_FREE,   FC_FALLBACK_SWAP,   FC_FALLBACK_GRADS};
     fc_group_base base = begin(&(const fc_callbacks){.log = NULL}, false);
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {

@@ -59,7 +59,7 @@ static void offloaded_shards_without_cast_are_uploaded_to_gather_buffer(void **s
         const double expected[16] = {1, 1, 1, 1, 1, 1, 1, 1, 5, 6, 7, 8, 9, 10, 1, 1};
         begin(&f, 2, pinned != 0, FCT_NO_DTYPE);
         fct_tensor *buffer = new_ones(16);
-        assert_int_equal(fc_offload_place(&f.plan, f.list, buffer, 32, &f.err), FC_OK);
+        assert_int_equal(fc_offload_upload(&f.plan, f.list, buffer, 32, &f.err), FC_OK);
         assert_string_equal(sim_calls_text(), "fct_tensor_upload fct_tensor_upload");
         sim_tensor_expect(buffer, expected, "the buffer");
         fct_tensor_release(buffer);
@@ -151,7 +151,7 @@ static bool send_gradient(bool pinned, bool has_earlier, bool hooked) {
     is_hooked = hooked;
     begin(&f, 2, pinned, FCT_NO_DTYPE);
     fct_tensor *view = new_ones(4);
-    assert_int_equal(fc_offload_send(f.list[0], &callbacks, view, &local, &queued), FC_OK);
+    assert_int_equal(fc_offload_copy_gradient(f.list[0], &callbacks, view, &local, &queued), FC_OK);
     fct_tensor_release(view); /* its memory belongs to this stream, so reuse is ordered */
     if (queued) {
         assert_int_equal(fct_event_new(sim_device(), &sent), 0);
@@ -182,7 +182,7 @@ static void simulator_reports_early_read_of_queued_gradient(void **state) {
     has_gradient = is_hooked = false;
     begin(&f, 2, true, FCT_NO_DTYPE);
     fct_tensor *view = new_ones(4);
-    assert_int_equal(fc_offload_send(f.list[0], &callbacks, view, &local, &queued), FC_OK);
+    assert_int_equal(fc_offload_copy_gradient(f.list[0], &callbacks, view, &local, &queued), FC_OK);
     sim_tensor_expect(local, values, "the gradient");
     assert_true(sim_take_failures() > 0);
     fct_tensor_release(view);

@@ -30,7 +30,7 @@ static void forgotten_group_becomes_null_and_indices_stay(void **state) {
     for (size_t i = 0; i < 6; i++) {
         assert_int_equal(fc_order_append(&order, &groups[i % 3], &position), FC_OK);
     }
-    fc_order_forget(&order, &groups[1]);
+    fc_order_remove(&order, &groups[1]);
     assert_int_equal(order.count, 6);
     for (size_t i = 0; i < 6; i++) {
         assert_ptr_equal(order.items[i], i % 3 == 1 ? NULL : &groups[i % 3]);

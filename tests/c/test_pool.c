@@ -13,9 +13,9 @@ enum { KIB = 1 << 10, MIB = 1 << 20 };
 /* Runs enough rounds to clear the peak use of the previous test. */
 static int begin(void **state) {
     (void)state;
-    fck_pool_keep(1);
+    fck_pool_set_caching(1);
     for (int i = 0; i < 8; i++) {
-        fck_pool_round();
+        fck_pool_begin_round();
     }
     fck_pool_trim();
     assert_int_equal(fck_pool_stats().used_bytes, 0);
@@ -77,7 +77,7 @@ static void alternating_small_sizes_are_all_kept(void **state) {
     fck_pool_give(fck_pool_take(8 * MIB));
     const uint64_t before = mapped_blocks();
     for (int i = 0; i < 20; i++) {
-        fck_pool_round();
+        fck_pool_begin_round();
         for (int size = 1; size <= 4; size++) {
             fck_pool_give(fck_pool_take((size_t)size * 2 * MIB));
         }
@@ -90,11 +90,11 @@ static void pool_limit_ignores_peak_use_of_old_rounds(void **state) {
     (void)state;
     fck_pool_give(fck_pool_take(160 * MIB));
     for (int i = 0; i < 7; i++) {
-        fck_pool_round();
+        fck_pool_begin_round();
         fck_pool_give(fck_pool_take(1 * MIB));
         assert_int_equal(fck_pool_stats().peak_bytes, 160 * MIB);
     }
-    fck_pool_round();
+    fck_pool_begin_round();
     assert_int_equal(fck_pool_stats().peak_bytes, 1 * MIB);
     assert_int_equal(fck_pool_stats().cached_bytes, 1 * MIB);
     fck_pool_trim();
@@ -104,10 +104,10 @@ static void pool_limit_ignores_peak_use_of_old_rounds(void **state) {
 static void pool_with_keep_disabled_frees_at_once(void **state) {
     (void)state;
     fck_block *a = fck_pool_take(1 * MIB);
-    fck_pool_keep(0);
+    fck_pool_set_caching(0);
     fck_pool_give(a);
     assert_int_equal(fck_pool_stats().cached_bytes, 0);
-    fck_pool_keep(1);
+    fck_pool_set_caching(1);
 }
 
 static void failed_allocation_is_not_counted(void **state) {
@@ -129,7 +129,7 @@ static void *take_and_give(void *argument) {
         int *data = (int *)block->data;
         data[0] = data[bytes / sizeof *data - 1] = mine;
         if (i % 50 == 0) {
-            fck_pool_round();
+            fck_pool_begin_round();
         }
         if (data[0] != mine || data[bytes / sizeof *data - 1] != mine) {
             return argument;

@@ -561,9 +561,9 @@ static void offload_copies_before_failure_are_waited_for_after_reset(void **stat
     compute_gradients(&f, 2.0);
     assert_int_equal(fc_group_post_backward(core(&f)), FC_ERAISED);
     assert_int_equal(fc_group_reset(core(&f)), FC_OK);
-    assert_non_null(core(&f)->reducer.sent);
+    assert_non_null(core(&f)->reducer.copied_to_host);
     assert_int_equal(fc_group_finalize_backward(core(&f)), FC_OK);
-    assert_null(core(&f)->reducer.sent);
+    assert_null(core(&f)->reducer.copied_to_host);
     expect_grad(&f, 0, 3.0);
     core(&f)->base.callbacks = &sim_callbacks;
     end(&f);

@@ -33,17 +33,17 @@ static void cut_text_ends_and_begins_with_a_whole_character(void **state) {
         for (size_t kept = 0; kept <= bytes; kept++) {
             char text[8] = "a";
             strncat(text, characters[i], kept);
-            fc_text_trim(text);
+            fc_text_trim_end(text);
             assert_int_equal(strlen(text), kept < bytes ? 1 : 1 + bytes);
         }
         char text[8];
         (void)snprintf(text, sizeof text, "%sa", characters[i]);
-        assert_ptr_equal(fc_text_begin(text), text);
-        assert_ptr_equal(fc_text_begin(text + 1), text + bytes);
+        assert_ptr_equal(fc_text_trim_start(text), text);
+        assert_ptr_equal(fc_text_trim_start(text + 1), text + bytes);
     }
     char empty[1] = "";
-    fc_text_trim(empty);
-    assert_ptr_equal(fc_text_begin(empty), empty);
+    fc_text_trim_end(empty);
+    assert_ptr_equal(fc_text_trim_start(empty), empty);
 }
 
 static void error_message_is_cut_between_characters(void **state) {

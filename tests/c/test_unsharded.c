@@ -63,7 +63,7 @@ static void unsharded_adopt_requires_memory_of_every_parameter(void **state) {
     end();
 }
 
-static void record_requirements_freezes_shard_of_parameter_that_the_user_froze(void **state) {
+static void copy_requires_grad_freezes_shard_of_parameter_that_the_user_froze(void **state) {
     (void)state;
     begin(2);
     fc_param *p = base->params[0];
@@ -71,7 +71,7 @@ static void record_requirements_freezes_shard_of_parameter_that_the_user_froze(v
     assert_int_equal(fc_unsharded_make(base, false), FC_OK);
     assert_true(fct_tensor_requires_grad(p->unsharded));
     assert_int_equal(fct_tensor_set_requires_grad(p->unsharded, false), 0);
-    assert_int_equal(fc_unsharded_record_requirements(base), FC_OK);
+    assert_int_equal(fc_unsharded_copy_requires_grad(base), FC_OK);
     assert_false(fct_tensor_requires_grad(group->params[0].sharded));
     assert_true(fct_tensor_requires_grad(group->params[1].sharded));
     assert_int_equal(fc_unsharded_make(base, false), FC_OK);
@@ -139,7 +139,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(unsharded_memory_exists_between_alloc_and_free),
         cmocka_unit_test(unsharded_adopt_requires_memory_of_every_parameter),
-        cmocka_unit_test(record_requirements_freezes_shard_of_parameter_that_the_user_froze),
+        cmocka_unit_test(copy_requires_grad_freezes_shard_of_parameter_that_the_user_froze),
         cmocka_unit_test(unsharded_alias_on_one_rank_shares_shards),
         cmocka_unit_test(unsharded_alias_requires_one_rank_without_fallback_and_cast),
         cmocka_unit_test(check_leaves_detects_changed_shards_of_aliases),

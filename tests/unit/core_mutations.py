@@ -389,8 +389,8 @@ MUTATIONS = {
     ),
     "replaced leaf loses its gradient": Mutation(
         "param",
-        "    FC_TRY(fc_param_keep_grad(p));\n    fc_param_forget_unsharded(p);\n    replace(",
-        "    fc_param_forget_unsharded(p);\n    replace(",
+        "    FC_TRY(fc_param_keep_grad(p));\n    fc_param_release_unsharded(p);\n    replace(",
+        "    fc_param_release_unsharded(p);\n    replace(",
         "test_param",
         "[  FAILED  ] gradient_of_replaced_leaf_is_kept_as_partial_gradient",
     ),

@@ -273,7 +273,7 @@ def test_parameter_that_is_released_during_its_gather_raises(fake_group: int) ->
     first, second = group.fsdp_params
 
     def release_second(flat: torch.Tensor) -> nn.Parameter:
-        second._forget_unsharded()
+        second._release_unsharded()
         return type(first)._make_unsharded(first, flat)
 
     first._make_unsharded = release_second

@@ -58,10 +58,10 @@ BUGS = {
         "plain", "wrong stream", "record", ("fc_comm_record", "fc_gather_start"), "unpack"
     ),
     "a kept gather buffer is released before its copy-out": Bug(
-        "plain", "drop", "wait", ("fc_comm_release_kept", "fc_group_wait_unshard")
+        "plain", "drop", "wait", ("fc_comm_release_gather", "fc_group_wait_unshard")
     ),
     "the last gather buffer of a forward is released before its copy-out": Bug(
-        "plain", "drop", "wait", ("fc_comm_release_kept", "fc_state_end_forward")
+        "plain", "drop", "wait", ("fc_comm_release_gather", "fc_state_end_forward")
     ),
     "in backward, a gather buffer is released before its copy-out": Bug(
         "plain", "drop", "wait", ("fc_comm_gather_streams_wait", "fc_gather_end_copy_out")

@@ -47,7 +47,7 @@ BUGS = {
         "fsdp", "record", ("fc_comm_record", "fc_gather_start"), "fck_move_lines"
     ),
     "a kept gather buffer is released before its copy-out": Bug(
-        "fsdp", "wait", ("fc_comm_release_kept", "fc_group_wait_unshard")
+        "fsdp", "wait", ("fc_comm_release_gather", "fc_group_wait_unshard")
     ),
     "in backward, a gather buffer is released before its copy-out": Bug(
         "fsdp", "wait", ("fc_comm_gather_streams_wait", "fc_gather_end_copy_out")
@@ -96,7 +96,7 @@ BUGS = {
         "fsdp", "record", ("fc_comm_record", "fc_gather_end_copy_out"), "ncclAllGather"
     ),
     "the last gather buffer of a forward is released before its copy-out": Bug(
-        "fsdp", "wait", ("fc_comm_release_kept", "fc_state_end_forward"), blocks=3
+        "fsdp", "wait", ("fc_comm_release_gather", "fc_state_end_forward"), blocks=3
     ),
     "an output is released before its all-reduce is done": Bug(
         "hsdp, 4 microbatches",
