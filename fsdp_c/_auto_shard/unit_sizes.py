@@ -116,10 +116,10 @@ def _estimate_transient_per_byte(
     reduced = 0.0
     for param in params:
         computed = get_compute_dtype(param, mp_policy)
-        row = _get_reduce_dtype(param, computed, mp_policy).itemsize
+        reduced_itemsize = _get_reduce_dtype(param, computed, mp_policy).itemsize
         if param.requires_grad:
             buffers = 1 + 1 / ranks if ranks > 1 else 1
-            reduced = max(reduced, 1 + row * buffers / computed.itemsize)
+            reduced = max(reduced, 1 + reduced_itemsize * buffers / computed.itemsize)
     return max(float(_count_copies(params, mp_policy, ranks)), reduced)
 
 

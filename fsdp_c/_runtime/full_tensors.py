@@ -37,12 +37,14 @@ def gather_full(
             indices_by_mesh.setdefault(key, []).append(i)
     for (mesh, mesh_dim, _), indices in indices_by_mesh.items():
         parts = [_pad_shard(shards[i], mesh_dim).to(device) for i in indices]
-        rows = _gather_rows(torch.cat(parts), mesh, mesh_dim, rank0_only)
-        if rows is None:
+        rank_shards = _gather_shards(torch.cat(parts), mesh, mesh_dim, rank0_only)
+        if rank_shards is None:
             continue
         offset = 0
         for i, part in zip(indices, parts):
-            full[i] = _join_rows(rows[:, offset : offset + part.numel()], shards[i], mesh_dim)
+            full[i] = _join_shards(
+                rank_shards[:, offset : offset + part.numel()], shards[i], mesh_dim
+            )
             offset += part.numel()
     return full
 
@@ -77,7 +79,7 @@ def _pad_shard(shard: DTensor, mesh_dim: int) -> torch.Tensor:
     return padded.view(-1)
 
 
-def _gather_rows(
+def _gather_shards(
     part: torch.Tensor, mesh: Any, mesh_dim: int, rank0_only: bool
 ) -> torch.Tensor | None:
     """Gathers shards to (ranks, elements); returns None if this rank does not get the result.
@@ -102,11 +104,11 @@ def _gather_rows(
     return received.view(part.dtype).view(size, part.numel())
 
 
-def _join_rows(rows: torch.Tensor, shard: DTensor, mesh_dim: int) -> torch.Tensor:
+def _join_shards(rank_shards: torch.Tensor, shard: DTensor, mesh_dim: int) -> torch.Tensor:
     """Returns the full tensor from gathered shards of shape (ranks, elements)."""
     dim, chunk = _get_chunk(shard, mesh_dim)
     other_sizes = [n for i, n in enumerate(shard.shape) if i != dim]
-    full_param = rows.reshape(rows.shape[0] * chunk, *other_sizes)[: shard.shape[dim]]
+    full_param = rank_shards.reshape(rank_shards.shape[0] * chunk, *other_sizes)[: shard.shape[dim]]
     # A copy, so that the gathered memory of all parameters can be freed.
     return full_param.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 

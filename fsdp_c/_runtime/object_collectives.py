@@ -21,9 +21,9 @@ def gather_objects(item: Any) -> list[Any]:
     sizes = [int(size) for size in counts]
     padded = own_data.new_zeros(max(sizes))
     padded[: own_data.numel()] = own_data
-    rows = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(rows, padded)
-    return [_unpickle_tensor(row[:size]) for row, size in zip(rows, sizes)]
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return [_unpickle_tensor(data[:size]) for data, size in zip(gathered, sizes)]
 
 
 def broadcast_object(item: Any, src: int, group: dist.ProcessGroup | None) -> Any:

@@ -82,11 +82,11 @@ def _with_specials(values: torch.Tensor, generator: torch.Generator) -> torch.Te
 
 
 def _sample(
-    values: torch.Tensor, rows: int, numel: int, generator: torch.Generator
+    values: torch.Tensor, count: int, numel: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Concatenates ``rows`` random slices of ``values``. The values are made once for each dtype,
+    """Concatenates ``count`` random slices of ``values``. The values are made once for each dtype,
     because random numbers took most of the time."""
-    starts = torch.randint(len(values) - numel + 1, (rows,), generator=generator).tolist()
+    starts = torch.randint(len(values) - numel + 1, (count,), generator=generator).tolist()
     return torch.cat([values[start : start + numel] for start in starts])
 
 
@@ -96,30 +96,32 @@ def _bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _gather(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
-    rows = torch.full((own.numel() * dist.get_world_size(),), 77).to(own.dtype)
-    getattr(group, "all_gather_single", group._allgather_base)(rows, own, AllgatherOptions()).wait()
-    return rows
+    rank_shards = torch.full((own.numel() * dist.get_world_size(),), 77).to(own.dtype)
+    getattr(group, "all_gather_single", group._allgather_base)(
+        rank_shards, own, AllgatherOptions()
+    ).wait()
+    return rank_shards
 
 
 def _reduce(
-    group: dist.ProcessGroup, rows: torch.Tensor, op: dist.ReduceOp.RedOpType
+    group: dist.ProcessGroup, rank_shards: torch.Tensor, op: dist.ReduceOp.RedOpType
 ) -> torch.Tensor:
-    own = torch.full((rows.numel() // dist.get_world_size(),), 77).to(rows.dtype)
+    own = torch.full((rank_shards.numel() // dist.get_world_size(),), 77).to(rank_shards.dtype)
     options = ReduceScatterOptions()
     options.reduceOp = op
     scatter = getattr(group, "reduce_scatter_single", group._reduce_scatter_base)
-    scatter(own, rows, options).wait()
+    scatter(own, rank_shards, options).wait()
     return own
 
 
 def _all_reduce(
-    group: dist.ProcessGroup, row: torch.Tensor, op: dist.ReduceOp.RedOpType
+    group: dist.ProcessGroup, values: torch.Tensor, op: dist.ReduceOp.RedOpType
 ) -> torch.Tensor:
-    row = row.clone()
+    values = values.clone()
     options = AllreduceOptions()
     options.reduceOp = op
-    group.allreduce([row], options).wait()
-    return row
+    group.allreduce([values], options).wait()
+    return values
 
 
 def differences(rank: int, world: int) -> tuple[list[Any], int]:
@@ -136,14 +138,14 @@ def differences(rank: int, world: int) -> tuple[list[Any], int]:
     for numel in shard_sizes(world):
         for dtype in dtypes_for(numel, world):
             own = _sample(values_by_dtype[dtype], 1, numel, generator)
-            rows = _sample(values_by_dtype[dtype], world, numel, generator)
-            before = rows.clone()
+            rank_shards = _sample(values_by_dtype[dtype], world, numel, generator)
+            before = rank_shards.clone()
             comparisons += 1
             if not _bits_equal(_gather(default, own), _gather(direct, own)):
                 found.append(("all-gather", numel, dtype))
             for op in _reduce_ops(dtype):
                 for name, reduce, values in (
-                    ("reduce-scatter", _reduce, rows),
+                    ("reduce-scatter", _reduce, rank_shards),
                     ("all-reduce", _all_reduce, own),
                 ):
                     comparisons += 1
@@ -153,7 +155,7 @@ def differences(rank: int, world: int) -> tuple[list[Any], int]:
                         sums = [x.masked_fill(x.isnan(), torch.nan) for x in sums]
                     if not _bits_equal(*sums):
                         found.append((name, numel, dtype, op))
-            if not _bits_equal(rows, before):
+            if not _bits_equal(rank_shards, before):
                 found.append(("input written", numel, dtype))
     return found, comparisons
 
@@ -163,25 +165,27 @@ def wait_in_reverse_order(rank: int, world: int) -> bool:
     group = _C.shm_group(dist.group.WORLD)
     gathered, works = [], []
     for i in range(12):
-        rows = torch.zeros(world * 1000)
-        own = rows.narrow(0, rank * 1000, 1000)
+        rank_shards = torch.zeros(world * 1000)
+        own = rank_shards.narrow(0, rank * 1000, 1000)
         own.fill_(100.0 * i + rank)
-        works.append(group._allgather_base(rows, own, AllgatherOptions()))
-        gathered.append(rows)
+        works.append(group._allgather_base(rank_shards, own, AllgatherOptions()))
+        gathered.append(rank_shards)
     for work in reversed(works):
         work.wait()
         work.wait()  # a second wait returns
     expected = torch.arange(world).repeat_interleave(1000)
-    return all(torch.equal(rows, expected + 100.0 * i) for i, rows in enumerate(gathered))
+    return all(
+        torch.equal(rank_shards, expected + 100.0 * i) for i, rank_shards in enumerate(gathered)
+    )
 
 
 def sum_subnormal_numbers(rank: int, world: int) -> tuple[bool, bool]:
     """Returns whether sums over gloo and over shared memory keep subnormal numbers, if the rank
     flushes them from now on."""
     groups = (dist.group.WORLD, _C.shm_group(dist.group.WORLD))
-    rows = torch.full((world * 64,), 1e-40)
+    rank_shards = torch.full((world * 64,), 1e-40)
     torch.set_flush_denormal(True)
-    sums = [_reduce(group, rows, dist.ReduceOp.SUM) for group in groups]
+    sums = [_reduce(group, rank_shards, dist.ReduceOp.SUM) for group in groups]
     torch.set_flush_denormal(False)
     over_gloo, over_shared_memory = (bool((values != 0).all()) for values in sums)
     return over_gloo, over_shared_memory
@@ -191,11 +195,11 @@ def wait_under_dispatch_mode(rank: int, world: int) -> tuple[list[str], list[flo
     """Returns the operators that a mode receives while this rank waits for an average, and the
     average."""
     group = _C.shm_group(dist.group.WORLD)
-    own, rows = torch.zeros(2), torch.arange(2.0 * world) + rank
+    own, rank_shards = torch.zeros(2), torch.arange(2.0 * world) + rank
     options = ReduceScatterOptions()
     options.reduceOp = dist.ReduceOp.AVG
     scatter = getattr(group, "reduce_scatter_single", group._reduce_scatter_base)
-    work = scatter(own, rows, options)
+    work = scatter(own, rank_shards, options)
     with RecordedOperators() as log:
         work.wait()
     return log.names, own.tolist()
