@@ -40,7 +40,7 @@ def run(
             reductions), ``reshard_after_forward``, ``reshard_after_backward``,
             ``unshard_in_backward``, ``reduce_grads``, ``all_reduce_grads``, ``overlap``,
             ``offload``, ``pinned``, ``params``. Keys of a parameter: ``name``, ``sizes``, ``dim``,
-            ``dtype``, ``compute``, ``reduce``, ``trained`` (whether it requires a gradient).
+            ``dtype``, ``compute``, ``reduce``, ``requires_grad``.
         states: The ``fully_shard`` calls in module order. Keys: ``root`` (index), ``modules``
             (number), ``forward_prefetch``, ``backward_prefetch`` (indices).
         calls: Names and integers: ``pre_forward``, ``post_forward``, ``pre_backward`` and

@@ -81,7 +81,7 @@ typedef struct fc_callbacks {
     int (*to_accumulated_grad)(void *param);
     int (*collect_grad)(void *param, fct_tensor **local);
     /* Runs the user's all-reduce hook, which changes the reduced gradients in place before they are
-     * divided and its views become gradients. Called only for groups with has_hook. */
+     * divided and their views become gradients. Called only for groups with has_hook. */
     int (*reduce_hook)(void *group, fct_tensor *output);
 
     /* Starts a gather. Called only if FC_FALLBACK_GATHER is set. `overlaps`: the gather runs on the

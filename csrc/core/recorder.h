@@ -57,11 +57,12 @@ typedef struct fc_record {
  * both texts, and sets end and work to 0. step, pass, kind, rank and world are those of *facts.
  * Overwrites the oldest record. `group` and `modules` may be NULL. */
 uint64_t fc_recorder_add(const fc_record *facts, const char *group, const char *modules);
-/* The call that issued the collective has returned. `work` is NULL if the collective is complete.
- * This function and the following ones ignore records that are overwritten. */
+/* Records that the call that issued the collective has returned. `work` is NULL if the collective
+ * is complete. This function and the following ones ignore records that are overwritten. */
 void fc_recorder_issued(uint64_t number, const void *work);
-/* A call waits for `work`. Returns the number of its record, 0 if there is none. */
+/* Records that a call waits for `work`. Returns the number of its record, 0 if there is none. */
 uint64_t fc_recorder_wait(const void *work);
+/* Records the end of the collective. `state`: FC_RECORD_COMPLETE or a later one. */
 void fc_recorder_end(uint64_t number, fc_record_state state);
 /* Copies a record. Returns false, and writes nothing, if the record is overwritten. */
 bool fc_recorder_read(uint64_t number, fc_record *copy);

@@ -143,10 +143,9 @@ int64_t fc_reduction_output_numel(const fc_reduction *r) {
     return numel;
 }
 
-/* Creates a view of one parameter's padded part of the output. */
-static fc_status view_part(const fct_tensor *output, int64_t offset, int64_t numel,
-                           fct_tensor **out) {
-    return fct_tensor_alias_1d(output, numel, offset, out) == 0 ? FC_OK : FC_ERAISED;
+/* Creates a 1-D view of `numel` elements of the output, of the input or of partial outputs. */
+static fc_status view_part(const fct_tensor *t, int64_t offset, int64_t numel, fct_tensor **out) {
+    return fct_tensor_alias_1d(t, numel, offset, out) == 0 ? FC_OK : FC_ERAISED;
 }
 
 /* Consecutive parameters with partial outputs that are slices of one buffer, at the distances of

@@ -31,7 +31,7 @@ typedef struct fc_reduction {
     fct_event *input_done;
     double divide_after;
     bool has_hook;        /* callbacks->reduce_hook must be called */
-    bool on_other_stream; /* work after the reduce-scatter runs on another stream than that */
+    bool on_other_stream; /* work after the reduce-scatter runs on all_reduce_stream */
     /* no all-reduce in this backward: parameters keep their parts in fc_param.partial */
     bool keep_partial;
     bool copies_to_host; /* copies of gradients to host memory are queued */

@@ -17,7 +17,7 @@ typedef struct fcd_param_description {
     fct_dtype dtype;      /* dtype of the shard */
     fct_dtype compute;
     fct_dtype reduce; /* dtype of reductions and of accumulated gradients */
-    bool trained;
+    bool requires_grad;
 } fcd_param_description;
 
 typedef struct fcd_unit_description {

@@ -18,7 +18,7 @@ static fc_status init_param(fcd_param *p, const fcd_unit_description *u, size_t 
     fc_status status = FC_OK;
     fct_tensor *data = NULL;
     p->description = d;
-    p->requires_grad = d->trained;
+    p->requires_grad = d->requires_grad;
     FC_TRY(fc_param_init(&p->core, p, d->ndim, d->sizes, d->dim, u->world, 0, error));
     if (u->post_forward_world > 0) {
         FC_TRY(fc_param_init_post_forward(&p->core, d->sizes, u->post_forward_world, 0, error));

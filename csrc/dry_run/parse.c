@@ -1,6 +1,6 @@
 /* Parses the description of a dry run: units and states from dicts, with one table of keys per
- * struct, and calls from tuples. The fcd_parsed owns the arrays. Texts are those of the Python
- * objects. The keys are listed in fsdp_c/_dry_run.pyi. */
+ * struct, and calls from tuples. The fcd_parsed owns the arrays and borrows the strings from the
+ * Python objects. The keys are listed in fsdp_c/_dry_run.pyi. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -225,7 +225,7 @@ static const field param_fields[] = {
     FIELD(fcd_param_description, dtype, DTYPE, true),
     FIELD(fcd_param_description, compute, DTYPE, false),
     FIELD(fcd_param_description, reduce, DTYPE, false),
-    FIELD(fcd_param_description, trained, BOOLEAN, false),
+    FIELD(fcd_param_description, requires_grad, BOOLEAN, false),
 };
 
 static const field unit_fields[] = {
@@ -254,8 +254,10 @@ static const field state_fields[] = {
 };
 
 static int read_param(fcd_parsed *p, PyObject *dict, fcd_param_description *out, const char *path) {
-    *out = (fcd_param_description){
-        .dtype = FCT_NO_DTYPE, .compute = FCT_NO_DTYPE, .reduce = FCT_NO_DTYPE, .trained = true};
+    *out = (fcd_param_description){.dtype = FCT_NO_DTYPE,
+                                   .compute = FCT_NO_DTYPE,
+                                   .reduce = FCT_NO_DTYPE,
+                                   .requires_grad = true};
     if (read_fields(p, param_fields, LENGTH(param_fields), dict, NULL, out, path) != 0) {
         return -1;
     }
@@ -296,7 +298,7 @@ static int read_unit(fcd_parsed *p, PyObject *dict, fcd_unit_description *out, c
     fcd_param_description *array = (fcd_param_description *)allocate(p, out->count, sizeof *array);
     out->params = array;
     for (size_t i = 0; array != NULL && i < out->count; i++) {
-        (void)snprintf(name, sizeof name, "%.47s.params[%zu]", path, i);
+        (void)snprintf(name, sizeof name, "%.*s.params[%zu]", PATH_LENGTH - 1, path, i);
         if (read_param(p, PyList_GET_ITEM(params, (Py_ssize_t)i), &array[i], name) != 0) {
             return -1;
         }

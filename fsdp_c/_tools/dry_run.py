@@ -77,7 +77,7 @@ def _describe_unit(unit: UnitSizes) -> dict[str, Any]:
                 "dtype": str(param.orig_dtype),
                 "compute": str(param.compute_dtype),
                 "reduce": str(param.reduce_dtype),
-                "trained": param.requires_grad,
+                "requires_grad": param.requires_grad,
             }
             for param in unit.params
         ],

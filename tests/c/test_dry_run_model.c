@@ -24,7 +24,7 @@ static const fcd_param_description param = {.name = "weight",
                                             .dtype = FCK_FLOAT32,
                                             .compute = FCK_FLOAT32,
                                             .reduce = FCK_FLOAT32,
-                                            .trained = true};
+                                            .requires_grad = true};
 
 /* A root with a child, each with one parameter of 32 bytes on two ranks. */
 typedef struct fixture {
