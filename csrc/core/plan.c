@@ -1,6 +1,6 @@
-/* Transfer plans; see plan.h. Plans own their arrays and borrow parameters. A gather plan is built
- * again after a change of a parameter's dtype or data. A reduce plan is laid out in each backward,
- * because the set of gradients can change. The layout costs a few additions per parameter.
+/* Transfer plans; see plan.h. Plans own their arrays and borrow parameters. A reduce plan is laid
+ * out in each backward, because the set of gradients can change. The layout costs a few additions
+ * per parameter.
  *
  * This file uses no stream and reads no tensor contents. */
 #include "plan.h"

@@ -1,6 +1,7 @@
 /* Transfer plans: the memory layout of a group's transfers. A gather plan is built again only after
- * a change of its inputs. A reduce plan is laid out in each backward and holds that backward's
- * gradients. A transfer changes a plan only by set_split, which assigns the slots to chunks.
+ * a shard or dtype was replaced, or if an extension has other inputs. A reduce plan is laid out in
+ * each backward and holds that backward's gradients. A transfer changes a plan only by set_split,
+ * which assigns the slots to chunks.
  *
  * A gather plan arranges the data that one rank sends: the inputs of the group's parameters, in
  * order. A parameter without extension has one input, its padded shard. An extended parameter

@@ -61,8 +61,8 @@ void fc_reducer_return_events(fc_reducer *reducer);
 /* Reduces the gradients of the span that were collected into reducer->plan, and removes them from
  * the plan. A reduction with an all-reduce includes parameters that only have a partial output.
  * `order_compute`: the current stream waits for the result. Used if backward begins before all
- * modules of the group have run forward. On failure the gradients are lost. The
- * failure may be that of an earlier reduction: call fc_reduce_reset. */
+ * modules of the group have run forward. On failure the gradients are lost. The failure may be
+ * that of an earlier reduction: call fc_reduce_reset. */
 FC_CHECK fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_compute);
 /* Makes the current stream wait for the reducer's latest reduction. Blocks until the latest copies
  * of gradients to host memory are complete. Also waits for the work of the fallback's reduce(). */

@@ -83,12 +83,13 @@ static const char *cpu_unpack(const void *gathered, int64_t rank_bytes, int64_t 
     (void)stream;
     for (int64_t r = 0; r < world; r++) {
         for (size_t i = 0; i < count; i++) {
-            const fck_slot *c = &slots[i];
+            const fck_slot *slot = &slots[i];
             const unsigned char *from =
-                (const unsigned char *)gathered + r * rank_bytes + c->offset;
-            unsigned char *to = (unsigned char *)c->dst;
-            for (int64_t b = 0; c->bytes > 0 && b < c->blocks; b++) {
-                memcpy(to + (b * world + r) * c->bytes, from + b * c->bytes, (size_t)c->bytes);
+                (const unsigned char *)gathered + r * rank_bytes + slot->offset;
+            unsigned char *to = (unsigned char *)slot->dst;
+            for (int64_t b = 0; slot->bytes > 0 && b < slot->blocks; b++) {
+                memcpy(to + (b * world + r) * slot->bytes, from + b * slot->bytes,
+                       (size_t)slot->bytes);
             }
         }
     }
