@@ -198,7 +198,8 @@ static int64_t slot_units(const fc_gather_plan *plan, const fc_slot *slot) {
     return slot->numel * fc_dtype_size(slot->compute) / fc_dtype_size(plan->dtype);
 }
 
-/* Copies the blocks of one slot from the rank shards to its output. */
+/* Copies the blocks of one slot from `source` to its output. The blocks of a rank begin `pitch`
+ * elements after those of the rank before. */
 static fc_status unpack_blocks(const fc_gather_plan *plan, const fc_slot *slot,
                                fc_param *const *params, const fct_tensor *source, int64_t offset,
                                int64_t pitch) {

@@ -190,8 +190,8 @@ static fc_status view_input(const fc_pending_gather *pending, fct_tensor **input
 }
 
 /* Decides whether large parameters get their own chunks. Conditions: at least one parameter is
- * large enough, the process group takes chunks, and keep_storage is not set. Devices with streams,
- * and the process group's allocator, use one buffer. */
+ * large enough, the device has kernels, the process group takes chunks, and keep_storage is not
+ * set. Devices with streams, and the process group's allocator, use one buffer. */
 static fc_status choose_split(const fc_gather *a, fc_pending_gather *pending) {
     const fc_group_base *base = a->base;
     fc_status status = FC_OK;
