@@ -280,8 +280,8 @@ static fc_divide compute_divide(fc_reducer *reducer, fct_dtype dtype) {
 }
 
 /* Decides whether large gradients get their own chunks. Conditions: at least one gradient is large
- * enough, the kernels cast all of them, no factor is multiplied before the sum, and the process
- * group takes chunks. Devices with streams, and the process group's allocator, use one buffer. */
+ * enough, the kernels cast all of them, and the process group takes chunks. The operation must not
+ * be FCT_PREMUL_SUM. Devices with streams, and the process group's allocator, use one buffer. */
 static fc_status choose_split(fc_reducer *reducer, const fc_divide *divide) {
     const fc_group_base *base = reducer->base;
     fc_status status = FC_OK;

@@ -188,7 +188,7 @@ static fc_status check_argument(fcd_model *m, const fcd_call *call, size_t index
 }
 
 /* Sets the simulated state of autograd and the purpose of memory that the call allocates. */
-static void prepare(fcd_call_kind kind) {
+static void set_call_state(fcd_call_kind kind) {
     fcd_record *r = fcd_current_record;
     const bool reduces =
         kind == FCD_CALL_POST_BACKWARD || kind == FCD_CALL_END || kind == FCD_CALL_GRADIENT;
@@ -271,7 +271,7 @@ static void copy_message(fcd_model *m, fc_status status) {
 }
 
 fc_status fcd_model_call(fcd_model *m, const fcd_call *call) {
-    prepare(call->kind);
+    set_call_state(call->kind);
     const fc_status status = run_call(m, call);
     fcd_release_deferred();
     if (status != FC_OK) {

@@ -227,8 +227,8 @@ MUTATIONS = {
     ),
     "ended interval keeps no stream of its table": Mutation(
         "device_checksums",
-        " .home = d->home, .zeroed = d->zeroed};",
-        " .zeroed = d->zeroed};",
+        "                              .table_stream = d->table_stream,\n",
+        "",
         "test_device_checksums",
         "a stream of another device waits for an event",
     ),
