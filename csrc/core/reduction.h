@@ -30,8 +30,9 @@ typedef struct fc_reduction {
      * one rank is the output. */
     fct_event *input_done;
     double divide_after;
-    bool has_hook;        /* callbacks->reduce_hook must be called */
-    bool on_other_stream; /* work after the reduce-scatter runs on all_reduce_stream */
+    bool has_hook; /* callbacks->reduce_hook must be called */
+    /* all_reduce_stream runs the work after the reduce-scatter and the merge of partial outputs */
+    bool on_other_stream;
     /* no all-reduce in this backward: parameters keep their parts in fc_param.partial */
     bool keep_partial;
     bool copies_to_host; /* copies of gradients to host memory are queued */
