@@ -1,7 +1,7 @@
 /* Fixed parts of a parameter group: its parameters, process groups, comm context and allocators.
- * Within a step only `fallbacks`, `logs` and the process groups' labels and agreements change. The
- * modules above (gather, reducer, buckets, group) own the state that changes per transition and
- * borrow this struct.
+ * Within a step only `fallbacks`, `logs` and the state of the process groups change. The modules
+ * above (gather, reducer, buckets, group) own the state that changes per transition and borrow this
+ * struct.
  *
  * Preconditions: fc_group_base_init, except for fini, which accepts a zeroed struct. `params` is
  * not NULL unless `count` is 0. */
