@@ -79,7 +79,7 @@ JOBS = {
 GUARD = "guard"
 
 
-class Group(nn.Module):
+class VectorUnit(nn.Module):
     """Multiplies its input by each of its ``count`` vectors: (WIDTH,) -> (WIDTH,)."""
 
     def __init__(self, count: int) -> None:
@@ -128,7 +128,7 @@ def build_model(
     job: Job, groups: int, params: int, shard: FullyShard | None, mesh: DeviceMesh
 ) -> TimedModel:
     """Builds a model of ``groups`` groups of ``params`` vectors, sharded by ``shard`` if given."""
-    model = nn.Sequential(*(Group(params) for _ in range(groups))).to(mesh.device_type)
+    model = nn.Sequential(*(VectorUnit(params) for _ in range(groups))).to(mesh.device_type)
     x = torch.ones(WIDTH, device=mesh.device_type)
     policy = POLICIES[job.precision]
     if shard is None:

@@ -3,7 +3,7 @@
 Method. ``--ranks`` gloo processes with one thread each train four models. In every round, each
 implementation runs one step after a barrier. The order changes from round to round. The script
 measures two intervals: from the barrier to the end of backward, and from the barrier to the end of
-the optimizer's step. It reports over the rounds on rank 0
+the optimizer's step. Rank 0 reports, over its own rounds,
 
 - medians of wall and CPU milliseconds (of all threads of the process),
 - the minimum of the wall milliseconds,
@@ -41,7 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from host import WIDTH, Group
+from host import WIDTH, VectorUnit
 from meter import Cost, Meter, release_free_memory, sample_memory_over_time
 from ranks import start_ranks, take_turns
 from report import format_table, get_implementations, parse_positive, write_json
@@ -54,7 +54,7 @@ from gpt import GPT, GPTConfig, next_byte_loss
 import fsdp_c
 from fsdp_c._compat.shutdown import wait_for_threads
 
-NAMES = ("bare", "ddp", "torch", "fsdp_c")
+IMPLEMENTATIONS = ("bare", "ddp", "torch", "fsdp_c")
 MIN_UNIT = 2**14
 """Minimum bytes of a unit of ``shared``, which has four units in ``deep``."""
 MAX_ROUNDS = 40
@@ -94,8 +94,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "wide": lambda: make_chain_job(
         [nn.Linear(4096, 4096) for _ in range(6)], torch.randn(16, 4096), torch.optim.SGD
     ),
-    "deep": lambda: make_chain_job([Group(5) for _ in range(200)], torch.ones(WIDTH)),
-    "tiny": lambda: make_chain_job([Group(2) for _ in range(2)], torch.ones(WIDTH)),
+    "deep": lambda: make_chain_job([VectorUnit(5) for _ in range(200)], torch.ones(WIDTH)),
+    "tiny": lambda: make_chain_job([VectorUnit(2) for _ in range(2)], torch.ones(WIDTH)),
 }
 """Models by name; ``tiny`` is for testing this script."""
 WITH_SHARED = ("deep", "tiny")
@@ -111,22 +111,22 @@ TITLES = {
 class TimedModel:
     """One model under one implementation, with the costs of its steps."""
 
-    def __init__(self, model_name: str, name: str) -> None:
+    def __init__(self, model_name: str, implementation: str) -> None:
         torch.manual_seed(0)
         job = JOBS[model_name]()
         self.loss = job.loss
         self.model: nn.Module = job.model
-        if name == "ddp":
+        if implementation == "ddp":
             self.model = DistributedDataParallel(job.model)
-        elif name == "shared":
+        elif implementation == "shared":
             fsdp_c.auto_shard(job.model, type(job.units[0]), min_unit=MIN_UNIT)
-        elif name != "bare":
-            shard = get_implementations()[name]
+        elif implementation != "bare":
+            shard = get_implementations()[implementation]
             for unit in job.units:
                 shard(unit)
             shard(job.model)
         self.optimizer = job.optimizer(self.model.parameters(), lr=1e-5)
-        if name in ("fsdp_c", "shared"):
+        if implementation in ("fsdp_c", "shared"):
             fsdp_c.optim.accelerate(self.optimizer)
         self.costs: dict[str, list[Cost]] = {"without": [], "with": []}
         self.peaks: dict[str, list[Cost]] = {"without": [], "with": []}
@@ -179,7 +179,7 @@ def _compute_medians(costs: list[Cost]) -> dict[str, float | None]:
 
 def measure(model_name: str, seconds: float) -> dict[str, Any]:
     """Measures all implementations on one model. Every rank must call it."""
-    names = NAMES + (("shared",) if model_name in WITH_SHARED else ())
+    names = IMPLEMENTATIONS + (("shared",) if model_name in WITH_SHARED else ())
     runs = {name: TimedModel(model_name, name) for name in names}
     gc.collect()
     gc.disable()
@@ -244,10 +244,10 @@ def main() -> None:
     for model_name in options.models:
         results[model_name] = result = measure(model_name, options.seconds)
         if dist.get_rank() == 0:
-            for optimizer in ("without", "with"):
-                title = f"{result['title']}: {optimizer} {result['optimizer']}"
+            for kind in ("without", "with"):
+                title = f"{result['title']}: {kind} {result['optimizer']}"
                 print(f"{title}, {result['rounds']} rounds")
-                print(format_table(COLUMNS, make_rows(result, optimizer)), end="\n\n", flush=True)
+                print(format_table(COLUMNS, make_rows(result, kind)), end="\n\n", flush=True)
         gc.collect()
     if dist.get_rank() == 0:
         write_json(options.json, "steps", {"ranks": options.ranks, "models": results})

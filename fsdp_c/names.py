@@ -102,15 +102,16 @@ def apply_to_modules(
 
 
 def _walk_modules(
-    module: nn.Module, prefix: str, clean: str
+    module: nn.Module, prefix: str, clean_prefix: str
 ) -> Iterator[tuple[str, str, nn.Module]]:
     """Yields (prefix in the state dict, prefix without wrappers, module) in pre-order."""
-    yield prefix, clean, module
+    yield prefix, clean_prefix, module
     ddp_child = DDP_MODULE if isinstance(module, _MODULE_WRAPPERS) else None
     for name, child in module.named_children():
         if child is not None:  # an override of named_children() may yield None
-            child_clean = clean if name == ddp_child or name in _WRAPPERS else f"{clean}{name}."
-            yield from _walk_modules(child, f"{prefix}{name}.", child_clean)
+            is_wrapped = name == ddp_child or name in _WRAPPERS
+            child_prefix = clean_prefix if is_wrapped else f"{clean_prefix}{name}."
+            yield from _walk_modules(child, f"{prefix}{name}.", child_prefix)
 
 
 def param_to_fqns(

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _init_default_mesh
 
 from .._compat import patches
 
-_SUBSCRIBERS = "_fsdp_c_users"
+_SUBSCRIBERS = "_fsdp_c_subscribers"
 
 
 _default_meshes: weakref.WeakValueDictionary[Any, DeviceMesh] = weakref.WeakValueDictionary()
@@ -55,9 +55,9 @@ class MeshSubscriber(Protocol):
 
 
 def _set_and_notify(self: Any, name: str, value: Any) -> None:
-    """Sets an attribute and notifies all groups.
+    """Sets an attribute and notifies all subscribers.
 
-    If a group raises, restores the previous value, notifies the groups again and raises.
+    If a subscriber raises, restores the previous value, notifies all again and raises.
     """
     absent = object()
     previous = self.__dict__.get(name, absent)
@@ -65,16 +65,16 @@ def _set_and_notify(self: Any, name: str, value: Any) -> None:
     # An object that was created from a notifying class has no subscribers.
     subscribers = _list_subscribers(self)
     try:
-        for group in subscribers:
-            group._refresh_process_groups()
+        for subscriber in subscribers:
+            subscriber._refresh_process_groups()
     except BaseException:
         if previous is absent:
             object.__delattr__(self, name)
         else:
             object.__setattr__(self, name, previous)
-        for group in subscribers:
+        for subscriber in subscribers:
             with contextlib.suppress(Exception):  # the first exception is raised
-                group._refresh_process_groups()
+                subscriber._refresh_process_groups()
         raise
 
 
@@ -82,7 +82,7 @@ def _set_and_notify(self: Any, name: str, value: Any) -> None:
 def _make_notifying_class(cls: type) -> type:
     """Returns a subclass of ``cls`` whose ``__setattr__`` notifies."""
 
-    def as_base(value: Any) -> Any:
+    def convert_to_base(value: Any) -> Any:
         if type(value) is not notifying_class:
             return value
         copy: Any = object.__new__(cls)
@@ -91,7 +91,7 @@ def _make_notifying_class(cls: type) -> type:
 
     def is_equal(self: Any, other: object) -> bool:
         """Compares as ``cls`` does. Dataclasses are unequal if their classes differ."""
-        return bool(as_base(self) == as_base(other))
+        return bool(convert_to_base(self) == convert_to_base(other))
 
     namespace = {
         "__setattr__": _set_and_notify,
@@ -105,25 +105,25 @@ def _make_notifying_class(cls: type) -> type:
     return notifying_class
 
 
-_subscribed: dict[int, weakref.ref[Any]] = {}
+_notifying_infos: dict[int, weakref.ref[Any]] = {}
 """Maps the ``id`` of a mesh info whose class :func:`subscribe` has replaced to a weak reference."""
 
 
-def subscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
-    """Makes ``info`` call ``group._refresh_process_groups`` after assignments to attributes."""
+def subscribe(info: DataParallelMeshInfo, subscriber: MeshSubscriber) -> None:
+    """Makes ``info`` notify ``subscriber`` of assignments to its attributes."""
     references: set[weakref.ref[Any]] = info.__dict__.setdefault(_SUBSCRIBERS, set())
-    references.add(weakref.ref(group, references.discard))
+    references.add(weakref.ref(subscriber, references.discard))
     cls: Any = type(info)
     if cls.__setattr__ is not _set_and_notify:
         info_id = id(info)
         patches.apply(patches.Scope.MODELS, "mesh infos", lambda: _restore_unused_classes)
-        _subscribed[info_id] = weakref.ref(info, lambda _: _subscribed.pop(info_id, None))
+        _notifying_infos[info_id] = weakref.ref(info, lambda _: _notifying_infos.pop(info_id, None))
         info.__class__ = _make_notifying_class(cls)
 
 
-def unsubscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
-    """Undoes :func:`subscribe`. Restores the class of ``info`` if no other group uses it."""
-    info.__dict__.get(_SUBSCRIBERS, set()).discard(weakref.ref(group))
+def unsubscribe(info: DataParallelMeshInfo, subscriber: MeshSubscriber) -> None:
+    """Undoes :func:`subscribe`. Restores the class of ``info`` if it has no other subscriber."""
+    info.__dict__.get(_SUBSCRIBERS, set()).discard(weakref.ref(subscriber))
     if not _list_subscribers(info):
         _restore_class(info)
 
@@ -131,12 +131,14 @@ def unsubscribe(info: DataParallelMeshInfo, group: MeshSubscriber) -> None:
 def _list_subscribers(info: DataParallelMeshInfo) -> list[MeshSubscriber]:
     # The GIL makes the copy atomic. The iteration of a WeakSet fails if another thread adds to it.
     references = list(info.__dict__.get(_SUBSCRIBERS, ()))
-    return [group for reference in references if (group := reference()) is not None]
+    return [s for reference in references if (s := reference()) is not None]
 
 
 def _restore_unused_classes() -> bool:
     """Restores the classes of mesh infos without subscribers. Returns whether none is left."""
-    infos = [info for reference in list(_subscribed.values()) if (info := reference()) is not None]
+    infos = [
+        info for reference in list(_notifying_infos.values()) if (info := reference()) is not None
+    ]
     for info in infos:
         if not _list_subscribers(info):
             _restore_class(info)
@@ -148,7 +150,7 @@ def _restore_class(info: DataParallelMeshInfo) -> None:
     if cls.__dict__.get("__setattr__") is _set_and_notify:  # otherwise other code derived a class
         info.__dict__.pop(_SUBSCRIBERS, None)
         info.__class__ = cls.__base__
-        _subscribed.pop(id(info), None)
+        _notifying_infos.pop(id(info), None)
 
 
 def list_process_groups(info: Any, post_forward: Any) -> tuple[Any, Any, Any, Any]:

@@ -14,19 +14,19 @@ from torch.distributed.fsdp import FSDPModule
 from .._compat import patches
 from .._compat.torch_releases import raise_unsupported
 from .fsdp_units import list_sharded_modules
-from .torch215_methods import METHODS, get_own_state
+from .torch215_methods import METHODS, require_fsdp_c_state
 
 
 def _list_groups(module: Any, method: str, recurse: bool, release: str = "2.13") -> list[Any]:
     """Returns the parameter groups. Raises ``RuntimeError`` if torch sharded one of the modules."""
     modules = list_sharded_modules(module) if recurse else [module]
-    states = [get_own_state(sharded, method, release) for sharded in modules]
+    states = [require_fsdp_c_state(sharded, method, release) for sharded in modules]
     return [group for state in states for group in state._fsdp_param_groups]
 
 
 def _reset_iter_state(self: Any) -> None:
     """Resets the iteration after an exception in forward or backward. For roots only."""
-    get_own_state(self, "reset_iter_state", "2.13")._reset_iter_state()
+    require_fsdp_c_state(self, "reset_iter_state", "2.13")._reset_iter_state()
 
 
 def _set_reduce_scatter_unused_params(

@@ -289,7 +289,7 @@ class Param(ReplaceableShard):
                 group._init_reduce_dtype()
 
     def _make_unsharded(self, flat: torch.Tensor) -> nn.Parameter:
-        """Returns a new parameter over ``flat``, which the core keeps until a conversion.
+        """Returns a new parameter over ``flat``. The core keeps the parameter until a conversion.
 
         Inference mode is off, because later training forwards reuse the parameter.
         """

@@ -48,8 +48,8 @@ class GradientReductionHandle(_Handle):
         self._state = state._reduction_handle = None
 
 
-def get_own_state(module: Any, method: str, release: str = "2.15") -> State:
-    """Returns the state of a module.
+def require_fsdp_c_state(module: Any, method: str, release: str = "2.15") -> State:
+    """Returns the state of a module, which fsdp_c must have sharded.
 
     Raises:
         RuntimeError: torch's ``fully_shard`` was applied to the module.
@@ -65,7 +65,7 @@ def get_own_state(module: Any, method: str, release: str = "2.15") -> State:
 
 def _get_root_state(module: Any, method: str) -> State:
     """Returns the state of ``module``. Raises torch's exception if another state is its root."""
-    state = get_own_state(module, method)
+    state = require_fsdp_c_state(module, method)
     if state._is_root is False:
         raise RuntimeError(f"{method} must be called on the root {state._state_name} module")
     return state
@@ -86,7 +86,7 @@ def set_keep_unsharded_storage(self: Any, keep: bool, *, recurse: bool = True) -
         RuntimeError: A module was sharded by torch's ``fully_shard``.
     """
     modules = list_sharded_modules(self) if recurse else [self]
-    states = [get_own_state(module, "set_keep_unsharded_storage") for module in modules]
+    states = [require_fsdp_c_state(module, "set_keep_unsharded_storage") for module in modules]
     for state in states:
         for group in state._fsdp_param_groups:
             group._keep_unsharded_storage = keep

@@ -21,7 +21,7 @@ class StepTrace:
     """The spans of all ranks inside a :func:`trace` block.
 
     Attributes:
-        ranks: The spans of each rank: lane, kind, unit, begin and end in nanoseconds since the
+        ranks: The spans of each rank: track, kind, unit, begin and end in nanoseconds since the
             earliest start of any rank. Equal on every rank. Empty inside the ``with`` block.
     """
 
@@ -29,7 +29,7 @@ class StepTrace:
         self.ranks: list[list[Span]] = []
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws a row per rank and lane. The extension of ``path`` selects the format.
+        """Draws a row per rank and track. The extension of ``path`` selects the format.
 
         Rank 0 writes the file. All ranks raise the exceptions below.
 
@@ -78,7 +78,7 @@ class StepTrace:
         total: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for rank in self.ranks:
             for span in rank:
-                if span.lane != trace_spans.HOST:
+                if span.track != trace_spans.HOST:
                     total[span.kind][span.unit] += span.length / 1e9 / len(self.ranks)
         return {kind: dict(units) for kind, units in total.items()}
 
@@ -135,7 +135,7 @@ def _format_shares(ranks: list[list[Span]]) -> str:
     total: dict[str, int] = defaultdict(int)
     for rank in ranks:
         for span in rank:
-            if span.lane == trace_spans.COMPUTE:
+            if span.track == trace_spans.COMPUTE:
                 total[span.kind] += span.length
     duration = max(span.end for rank in ranks for span in rank)
     parts = [(total[kind] / len(ranks) / duration, kind) for kind in _ORDER]
@@ -148,7 +148,7 @@ def _format_shares(ranks: list[list[Span]]) -> str:
 
 def _format_communication(ranks: list[list[Span]]) -> str:
     """Formats the share of communication that overlaps with computation, and the longest wait."""
-    communication = sum(_measure_covered([s for s in r if s.lane in WAITS]) for r in ranks)
+    communication = sum(_measure_covered([s for s in r if s.track in WAITS]) for r in ranks)
     waits = [(s, i) for i, rank in enumerate(ranks) for s in rank if s.kind in WAITS.values()]
     if not communication:
         return "Nothing was communicated"
@@ -207,7 +207,7 @@ def _make_sort_key(unit: str) -> list[tuple[bool, int, str]]:
 
 
 def make_chrome_trace(ranks: Mapping[int, list[Span]], summary: str) -> dict[str, Any]:
-    """Returns complete events in microseconds, with a process per rank and a thread per lane."""
+    """Returns complete events in microseconds, with a process per rank and a thread per track."""
     events: list[dict[str, Any]] = []
     for rank, rank_spans in ranks.items():
         process_name = {
@@ -217,10 +217,10 @@ def make_chrome_trace(ranks: Mapping[int, list[Span]], summary: str) -> dict[str
             "args": {"name": f"rank {rank}"},
         }
         events.append(process_name)
-        for lane, name in enumerate(trace_spans.LANES):
-            if any(span.lane == name for span in rank_spans):
-                thread_name = {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane}
-                events.append({**thread_name, "args": {"name": name}})
+        for tid, track in enumerate(trace_spans.TRACKS):
+            if any(span.track == track for span in rank_spans):
+                thread_name = {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid}
+                events.append({**thread_name, "args": {"name": track}})
         for span in rank_spans:
             events.append(
                 {
@@ -228,7 +228,7 @@ def make_chrome_trace(ranks: Mapping[int, list[Span]], summary: str) -> dict[str
                     "cat": span.kind,
                     "ph": "X",
                     "pid": rank,
-                    "tid": trace_spans.LANES.index(span.lane),
+                    "tid": trace_spans.TRACKS.index(span.track),
                     "ts": span.begin / 1e3,
                     "dur": span.length / 1e3,
                     "args": {"unit": span.unit},

@@ -22,8 +22,12 @@ _COLORS = {
     trace_spans.GATHER: "#3f9c8f",
     trace_spans.REDUCE: "#d98e32",
 }
-_ROWS = {trace_spans.HOST: "host", trace_spans.COMPUTE: "compute", trace_spans.GATHER: "gathers",
-         trace_spans.REDUCE: "reductions"}  # fmt: skip
+_TRACK_LABELS = {
+    trace_spans.HOST: "host",
+    trace_spans.COMPUTE: "compute",
+    trace_spans.GATHER: "gathers",
+    trace_spans.REDUCE: "reductions",
+}
 _MAX_RANKS = 8
 
 
@@ -33,7 +37,7 @@ def plot_timeline(
     """Draws the spans of the first ranks to ``path``, whose extension selects the format."""
     from matplotlib.figure import Figure
 
-    rows = len(_list_lanes(ranks.values())) * min(len(ranks), _MAX_RANKS)
+    rows = len(_list_tracks(ranks.values())) * min(len(ranks), _MAX_RANKS)
     figure = Figure(figsize=(15, 1.9 + 0.42 * rows), layout="constrained")
     draw_timeline(figure.add_subplot(), title, ranks)
     figure.savefig(path, dpi=120)
@@ -50,25 +54,31 @@ def draw_timeline(
     full_title = (title + suffix).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
     axes.set_title("\n".join(textwrap.wrap(full_title, int(9.3 * width))), fontsize=10.5,
                    loc="left", parse_math=False)  # fmt: skip
-    _draw_rows(axes, drawn_ranks, _list_lanes(drawn_ranks.values()), width)
+    _draw_rows(axes, drawn_ranks, _list_tracks(drawn_ranks.values()), width)
     if legend:
         _draw_legend(axes, [span for rank in drawn_ranks.values() for span in rank])
 
 
-def _list_lanes(ranks: Iterable[list[Span]]) -> list[str]:
-    return [lane for lane in _ROWS if any(span.lane == lane for rank in ranks for span in rank)]
+def _list_tracks(ranks: Iterable[list[Span]]) -> list[str]:
+    return [
+        track
+        for track in _TRACK_LABELS
+        if any(span.track == track for rank in ranks for span in rank)
+    ]
 
 
-def _draw_rows(axes: Any, ranks: Mapping[int, list[Span]], lanes: list[str], width: float) -> None:
-    """Draws one row per rank and lane, the first rank at the top, over milliseconds."""
+def _draw_rows(axes: Any, ranks: Mapping[int, list[Span]], tracks: list[str], width: float) -> None:
+    """Draws one row per rank and track, the first rank at the top, over milliseconds."""
     end_ms = max(span.end for rank in ranks.values() for span in rank) / 1e6
     ticks, labels = [], []
     for i, (number, rank) in enumerate(ranks.items()):
-        for row, lane in enumerate(lanes):
-            y = i * (len(lanes) + 0.5) + row
+        for row, track in enumerate(tracks):
+            y = i * (len(tracks) + 0.5) + row
             ticks.append(y)
-            labels.append(f"rank {number}  {_ROWS[lane]}" if row == 0 else _ROWS[lane])
-            _draw_lane(axes, y, [span for span in rank if span.lane == lane], end_ms, width)
+            labels.append(
+                f"rank {number}  {_TRACK_LABELS[track]}" if row == 0 else _TRACK_LABELS[track]
+            )
+            _draw_spans(axes, y, [span for span in rank if span.track == track], end_ms, width)
     axes.set_yticks(ticks, labels, fontsize=9)
     axes.set_ylim(ticks[-1] + 0.6, -0.6)
     axes.set_xlim(0, end_ms)
@@ -80,7 +90,7 @@ def _draw_rows(axes: Any, ranks: Mapping[int, list[Span]], lanes: list[str], wid
     axes.tick_params(axis="y", length=0)
 
 
-def _draw_lane(axes: Any, y: float, spans: list[Span], end_ms: float, width: float) -> None:
+def _draw_spans(axes: Any, y: float, spans: list[Span], end_ms: float, width: float) -> None:
     for depth, span in _stack_spans(spans):
         begin, length = span.begin / 1e6, span.length / 1e6
         bottom, height = (y - 0.4, 0.8) if depth is None else (y - 0.4 + 0.4 * depth, 0.38)

@@ -21,8 +21,8 @@ OUTSIDE = "outside of units"
 GATHER, REDUCE = "gather", "reduction"
 
 COMPUTE, HOST = "compute", "host"
-LANES = (HOST, COMPUTE, GATHER, REDUCE)
-"""The rows of the plot. ``host`` and ``compute`` differ if a device computes."""
+TRACKS = (HOST, COMPUTE, GATHER, REDUCE)
+"""Rows of the plot. ``host`` and ``compute`` differ if a device computes."""
 
 WAITS = {GATHER: GATHER_WAIT, REDUCE: REDUCE_WAIT}
 ROOT = "(root)"
@@ -51,12 +51,12 @@ class Span(NamedTuple):
     """An interval of one rank's time, in nanoseconds.
 
     Attributes:
-        lane: One of ``LANES``.
-        kind: The activity. In the lanes of gathers and reductions, ``kind`` equals the lane.
+        track: One of ``TRACKS``.
+        kind: The activity. In the tracks of gathers and reductions, ``kind`` equals ``track``.
         unit: The name of a module, ``(root)``, or empty.
     """
 
-    lane: str
+    track: str
     kind: str
     unit: str
     begin: int
@@ -83,20 +83,20 @@ def make_spans(events: Iterable[Event]) -> list[Span]:
     compute = _join_spans(_make_device_spans(computing, events, host), gap=10_000)
     waits = _find_device_waits(compute, collectives)
     device_spans = sorted([*compute, *waits], key=lambda span: span.begin)
-    return [*(span._replace(lane=HOST) for span in host), *device_spans, *collectives]
+    return [*(span._replace(track=HOST) for span in host), *device_spans, *collectives]
 
 
 # ---- ranges --------------------------------------------------------------------------------------
 
 _FSDP = re.compile(r"FSDP::(\w+)(?: \((.*)\))?$")
-_LANE_OF_WAIT = {
+_AWAITED_COLLECTIVES = {
     "all_gather": GATHER,
     "all_gather_copy_out": GATHER,
     "post_backward_rs_wait": REDUCE,
     "post_backward_reduce": REDUCE,
     "root_post_backward_callback": REDUCE,
 }
-"""Ranges in which the host waits for a collective."""
+"""Ranges in which the host waits for a collective -> the kind of that collective."""
 _OWN_COLLECTIVE = ("all_gather", "all_gather_copy_out", "post_backward_reduce")
 """Ranges in which the host waits for the unit's own last collective."""
 _ISSUES_COLLECTIVE = ("all_gather", "post_backward_reduce")
@@ -266,28 +266,29 @@ def _replace_waits(
     segments: Iterable[tuple[_Range | None, Span]], collectives: list[Span]
 ) -> Iterator[Span]:
     """Yields the segments. Segments that wait are split at the completion of their collectives."""
-    lanes: dict[str, _SortedSpans] = {}
-    units: dict[tuple[str, str], _SortedSpans] = {}
+    by_kind: dict[str, _SortedSpans] = {}
+    by_kind_and_unit: dict[tuple[str, str], _SortedSpans] = {}
     for kind in WAITS:
-        in_lane = [c for c in collectives if c.lane == kind]
-        lanes[kind] = _SortedSpans(in_lane)
+        of_kind = [c for c in collectives if c.kind == kind]
+        by_kind[kind] = _SortedSpans(of_kind)
         by_unit: dict[str, list[Span]] = {}
-        for collective in in_lane:
+        for collective in of_kind:
             by_unit.setdefault(collective.unit, []).append(collective)
-        units.update({(kind, unit): _SortedSpans(own) for unit, own in by_unit.items()})
+        for unit, of_unit in by_unit.items():
+            by_kind_and_unit[kind, unit] = _SortedSpans(of_unit)
     for fsdp_range, span in segments:
-        lane = _LANE_OF_WAIT.get(fsdp_range.label) if fsdp_range is not None else None
-        if lane is None:
+        awaited = _AWAITED_COLLECTIVES.get(fsdp_range.label) if fsdp_range is not None else None
+        if awaited is None:
             yield span
             continue
         if fsdp_range is not None and fsdp_range.label in _OWN_COLLECTIVE:
-            own = units.get((lane, fsdp_range.unit))
+            own = by_kind_and_unit.get((awaited, fsdp_range.unit))
             candidates = own.find_last(span.end) if own is not None else []
         else:
-            candidates = lanes[lane].find_overlaps(span.begin, span.end)
+            candidates = by_kind[awaited].find_overlaps(span.begin, span.end)
         if fsdp_range is not None and fsdp_range.label in _ISSUES_COLLECTIVE:
             candidates = [c for c in candidates if c.end <= fsdp_range.end]
-        yield from _split_span(span, candidates, WAITS[lane])
+        yield from _split_span(span, candidates, WAITS[awaited])
 
 
 class _SortedSpans:
@@ -324,7 +325,7 @@ def _split_span(span: Span, collectives: list[Span], kind: str) -> Iterator[Span
 
 
 def _join_spans(spans: Iterable[Span], gap: int = 0) -> list[Span]:
-    """Joins neighbors with equal lane, kind and unit that are at most ``gap`` ns apart."""
+    """Joins neighbors with equal track, kind and unit that are at most ``gap`` ns apart."""
     joined: list[Span] = []
     for span in spans:
         if joined and joined[-1][:3] == span[:3] and span.begin - joined[-1].end <= gap:
@@ -366,7 +367,7 @@ def _find_device_waits(compute: list[Span], collectives: list[Span]) -> Iterator
     for kernel, next_kernel in pairwise(compute):
         pause = kernel._replace(kind="", begin=kernel.end, end=next_kernel.begin)
         parts = (
-            _split_span(pause, [collective], WAITS[collective.lane])
+            _split_span(pause, [collective], WAITS[collective.kind])
             for collective in sorted_collectives.find_overlaps(pause.begin, pause.end)
         )
         covered_end = pause.begin

@@ -35,9 +35,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> No
         optimizer.step()
 
 
-def spans_in_lane(all_spans: list[Span], lane: str) -> list[tuple[str, str, int, int]]:
-    """Returns (kind, unit, begin, end) of the spans in one lane."""
-    return [tuple(span[1:]) for span in all_spans if span.lane == lane]  # type: ignore[misc]
+def spans_in_track(all_spans: list[Span], track: str) -> list[tuple[str, str, int, int]]:
+    """Returns (kind, unit, begin, end) of the spans in one track."""
+    return [tuple(span[1:]) for span in all_spans if span.track == track]  # type: ignore[misc]
 
 
 # ---- spans of profiler events --------------------------------------------------------------------
@@ -62,9 +62,9 @@ STEP_ON_CPU = [
 
 def test_trace_spans_of_cpu_step_cover_it_without_gaps() -> None:
     all_spans = make_spans(STEP_ON_CPU[::-1])  # the order of the events does not matter
-    assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 115, 170)]
-    assert spans_in_lane(all_spans, REDUCE) == [(REDUCE, "a", 540, 700)]
-    assert spans_in_lane(all_spans, COMPUTE) == [
+    assert spans_in_track(all_spans, GATHER) == [(GATHER, "a", 115, 170)]
+    assert spans_in_track(all_spans, REDUCE) == [(REDUCE, "a", 540, 700)]
+    assert spans_in_track(all_spans, COMPUTE) == [
         (trace_spans.OUTSIDE, "", 0, 100),
         (trace_spans.SHARDING, "a", 100, 130),
         (trace_spans.GATHER_WAIT, "a", 130, 170),
@@ -94,7 +94,7 @@ def test_trace_spans_of_collective_awaited_at_issue_contain_gather_wait() -> Non
         Event("c10d::_allgather_base_", 110, 120),
         Event("gloo:all_gather", 125, 190, is_async=True),
     ]
-    assert (trace_spans.GATHER_WAIT, "a", 120, 190) in spans_in_lane(make_spans(events), COMPUTE)
+    assert (trace_spans.GATHER_WAIT, "a", 120, 190) in spans_in_track(make_spans(events), COMPUTE)
 
 
 def test_trace_spans_omit_collectives_issued_outside_of_fsdp() -> None:
@@ -104,7 +104,7 @@ def test_trace_spans_omit_collectives_issued_outside_of_fsdp() -> None:
         Event("gloo:all_gather", -50, -5, is_async=True),  # issued before the trace
     ]
     all_spans = make_spans(STEP_ON_CPU + other_collectives)
-    assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 115, 170)]
+    assert spans_in_track(all_spans, GATHER) == [(GATHER, "a", 115, 170)]
 
 
 def test_trace_spans_of_cuda_step_have_times_of_kernels() -> None:
@@ -119,15 +119,15 @@ def test_trace_spans_of_cuda_step_have_times_of_kernels() -> None:
         Event("ncclDevKernel_ReduceScatter_Sum", 199_950, 200_050, on_device=True, id=8),
     ]
     all_spans = make_spans([*host_events, *launches, *kernels])
-    assert spans_in_lane(all_spans, GATHER) == [(GATHER, "a", 2000, 2100)]
-    assert spans_in_lane(all_spans, REDUCE) == [(REDUCE, "a", 199_950, 200_050)]
-    assert spans_in_lane(all_spans, COMPUTE) == [
+    assert spans_in_track(all_spans, GATHER) == [(GATHER, "a", 2000, 2100)]
+    assert spans_in_track(all_spans, REDUCE) == [(REDUCE, "a", 199_950, 200_050)]
+    assert spans_in_track(all_spans, COMPUTE) == [
         (trace_spans.FORWARD, "a", 2050, 2060),
         (trace_spans.GATHER_WAIT, "a", 2060, 2100),
         (trace_spans.REDUCE_WAIT, "a", 199_950, 200_000),
         (trace_spans.BACKWARD, "a", 200_000, 200_100),
     ]
-    assert (trace_spans.FORWARD, "a", 200, 300) in spans_in_lane(all_spans, HOST)
+    assert (trace_spans.FORWARD, "a", 200, 300) in spans_in_track(all_spans, HOST)
 
 
 def test_trace_spans_of_many_layers_need_time_in_proportion_to_their_number(
@@ -153,7 +153,7 @@ def test_trace_spans_of_many_layers_need_time_in_proportion_to_their_number(
             Event("FSDP::root_post_backward_callback", begin + 40_000, begin + 40_100),
         ]
     spans = make_spans(events)
-    assert len(spans_in_lane(spans, GATHER)) == 300
+    assert len(spans_in_track(spans, GATHER)) == 300
     assert (trace_spans.GATHER_WAIT, "l.299") in [span[1:3] for span in spans]
     assert compared < 2000
 
@@ -211,7 +211,7 @@ def test_trace_of_step_has_no_gaps_and_leaves_model_unchanged(
     assert _overrides(model) == 0 and _snapshot(model) == before
     assert not torch.autograd.profiler._is_profiler_enabled
     (rank,) = trace.ranks
-    compute = [span for span in rank if span.lane == COMPUTE]
+    compute = [span for span in rank if span.track == COMPUTE]
     assert compute[0].begin == 0
     assert all(a.end == b.begin for a, b in itertools.pairwise(compute))
     for kind in (trace_spans.FORWARD, trace_spans.BACKWARD):
@@ -222,8 +222,8 @@ def test_trace_of_step_has_no_gaps_and_leaves_model_unchanged(
             unit for unit in units if unit != trace_spans.ROOT
         ] == expected and trace_spans.ROOT in units
     assert any(span.kind == trace_spans.OPTIMIZER for span in compute)
-    assert len([span for span in rank if span.lane == GATHER]) == 7
-    assert len([span for span in rank if span.lane == REDUCE]) == 4
+    assert len([span for span in rank if span.track == GATHER]) == 7
+    assert len([span for span in rank if span.track == REDUCE]) == 4
     _check_files(trace, tmp_path)
 
 

@@ -126,8 +126,6 @@ COMPOUNDS = re.compile(r"in_?flight|flight_recorder", re.I)
 
 ALLOWED = {
     ("csrc/kernels/*", "lane"): "a lane of a SIMD register",
-    ("fsdp_c/_tools/t*.py", "lane"): "a row of a timeline, as in trace viewers",
-    ("tests/unit/test_timeline.py", "lane"): "a row of a timeline, as in trace viewers",
 }
 """(pattern of a path, word) -> the reason why the word is the right one there."""
 
