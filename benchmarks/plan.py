@@ -69,12 +69,14 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self, width: int, layers: int, words: int, checkpointed: bool = False) -> None:
+    def __init__(
+        self, width: int, layers: int, vocabulary: int, checkpointed: bool = False
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(words, width)
+        self.embed = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(Layer(width, checkpointed) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, words, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

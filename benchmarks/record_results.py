@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("sources", nargs="+", type=Path, metavar="FILE", help="JSON of a benchmark")
     for data in map(read_source, parser.parse_args().sources):
         result_tables.pending[find_folder(data) / f"{data['benchmark']}.json"] = data
-    texts = {path: result_tables.update(path) for path in result_tables.DOCUMENTS}
+    texts = {path: result_tables.insert_tables(path) for path in result_tables.DOCUMENTS}
     for path, data in result_tables.pending.items():
         texts[path] = json.dumps(data, separators=(",", ": "), indent=1) + "\n"
     with tempfile.TemporaryDirectory() as folder:

@@ -495,7 +495,7 @@ def format_readme() -> str:
     )
 
 
-def update(path: Path) -> str:
+def insert_tables(path: Path) -> str:
     """Returns the document's text with current figures."""
     text = path.read_text()
     before, begin, rest = text.partition(BEGIN)
@@ -510,13 +510,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Updates the tables of recorded results.")
     parser.add_argument("--check", action="store_true", help="only check the documents")
     check = parser.parse_args().check
-    stale = [path for path in DOCUMENTS if update(path) != path.read_text()]
+    stale = [path for path in DOCUMENTS if insert_tables(path) != path.read_text()]
     if check:
         for path in stale:
             print(f"{path.name} is out of date: run python benchmarks/result_tables.py")
         return int(bool(stale))
     for path in stale:
-        path.write_text(update(path))
+        path.write_text(insert_tables(path))
     return 0
 
 

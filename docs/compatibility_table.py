@@ -138,7 +138,7 @@ def format_matrix() -> str:
     return "\n".join([*lines, ""])
 
 
-def update(path: Path) -> str:
+def insert_tables(path: Path) -> str:
     """Returns the document's text with current tables."""
     before, begin, rest = path.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -149,14 +149,14 @@ def update(path: Path) -> str:
 
 def update_pages() -> None:
     for path in (PAGE, README):
-        path.write_text(update(path))
+        path.write_text(insert_tables(path))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Updates the tables of tested releases.")
     parser.add_argument("--check", action="store_true", help="only check the documents")
     check = parser.parse_args().check
-    stale = [path.name for path in (PAGE, README) if update(path) != path.read_text()]
+    stale = [path.name for path in (PAGE, README) if insert_tables(path) != path.read_text()]
     if not check:
         update_pages()
         return 0

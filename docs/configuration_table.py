@@ -30,7 +30,7 @@ class Variable(NamedTuple):
 
 
 SWITCH = "off: empty, `0`, `no`, `off`, `false`; on: any other value"
-ONE = "off: empty or `0`; on: any other value"
+NUMBER_SWITCH = "off: empty or `0`; on: any other value"
 
 RUN = {
     "FSDP_C": Variable(
@@ -82,15 +82,17 @@ RUN = {
 """Variables that the package and the extension read in a job."""
 
 BUILD = {
-    "FSDP_C_ASSERT": Variable(ONE, "off", "Assertions in the C files only (`make test-assert`)"),
+    "FSDP_C_ASSERT": Variable(
+        NUMBER_SWITCH, "off", "Assertions in the C files only (`make test-assert`)"
+    ),
     "FSDP_C_CUDA_ARCH": Variable(
         "an architecture of nvcc, `sm_90`", "not set", "Replaces `TORCH_CUDA_ARCH_LIST`"
     ),
-    "FSDP_C_DEBUG": Variable(ONE, "off", "Assertions, and no optimization"),
-    "FSDP_C_LENIENT": Variable(ONE, "off", "Compiler warnings are not errors"),
-    "FSDP_C_NO_CUDA": Variable(ONE, "off", "No CUDA kernels"),
+    "FSDP_C_DEBUG": Variable(NUMBER_SWITCH, "off", "Assertions, and no optimization"),
+    "FSDP_C_LENIENT": Variable(NUMBER_SWITCH, "off", "Compiler warnings are not errors"),
+    "FSDP_C_NO_CUDA": Variable(NUMBER_SWITCH, "off", "No CUDA kernels"),
     "FSDP_C_SANITIZE": Variable(
-        ONE, "off", "AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize`)"
+        NUMBER_SWITCH, "off", "AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize`)"
     ),
 }
 """Variables that the build reads."""
@@ -98,7 +100,7 @@ BUILD = {
 INTERNAL = Variable("", "", "Set by the tests for the processes that they start")
 TESTS = {
     "FSDP_C_ACCELERATOR_WHOLE": Variable(
-        ONE, "off", "The whole parity grid on the simulated accelerator"
+        NUMBER_SWITCH, "off", "The whole parity grid on the simulated accelerator"
     ),
     "FSDP_C_BENCH_ONE_PROCESS": Variable(
         "`1`", "not set", "Set by `benchmarks/replicate.py` for its processes"
@@ -139,7 +141,7 @@ TESTS = {
     "FSDP_C_PARITY_LAUNCHES": Variable("names", "all", "Launches of the parity tests"),
     "FSDP_C_PARITY_SEED": Variable("a number", "0", "Seed of the settings"),
     "FSDP_C_PARITY_WHOLE": Variable(
-        ONE,
+        NUMBER_SWITCH,
         "off",
         "The basic grid on two and four ranks, all scripts, and the full matrix of "
         "`test_checkpoint_resharding.py`",
@@ -153,7 +155,9 @@ TESTS = {
     "FSDP_C_SIM_TRACE": Variable(
         "a file", "not set", "C tests: the order of all calls that may fail"
     ),
-    "FSDP_C_TEST_CLIENTS": Variable(ONE, "off", "Runs the jobs of libraries (`make test-clients`)"),
+    "FSDP_C_TEST_CLIENTS": Variable(
+        NUMBER_SWITCH, "off", "Runs the jobs of libraries (`make test-clients`)"
+    ),
     "FSDP_C_TORCH_OUTCOMES": Variable(
         "a folder", "not set", "Stores torch's results for the next run"
     ),
@@ -218,7 +222,7 @@ def format_tables() -> str:
     return "\n".join(lines)
 
 
-def update(text: str) -> str:
+def insert_tables(text: str) -> str:
     """Returns the page's text with current tables."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -234,10 +238,10 @@ def main() -> int:
     mistakes = list(find_mistakes())
     text = PAGE.read_text()
     if check:
-        if update(text) != text:
+        if insert_tables(text) != text:
             mistakes.append(f"{PAGE.name} is out of date: run python docs/configuration_table.py")
     else:
-        PAGE.write_text(update(text))
+        PAGE.write_text(insert_tables(text))
     print("\n".join(mistakes), end="\n" if mistakes else "")
     return int(bool(mistakes))
 

@@ -28,7 +28,7 @@ NOT_RECORDED = ("impl", "out", "resume", "text_bytes", "save_every", "sample_byt
 
 
 class Checkpoints:
-    """The checkpoints below ``args.out``. Every rank must call ``begin`` and ``save``."""
+    """The checkpoints below ``args.out``. Every rank must call ``restore`` and ``save``."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Checkpoints:
         facts = {"ranks": dist.get_world_size(), "device": device.type, "text": text_digest[:16]}
         self.settings = arguments | facts
 
-    def begin(self) -> tuple[int, History]:
-        """Returns the number of steps made and their history: those of the resumed checkpoint.
+    def restore(self) -> tuple[int, History]:
+        """Loads the checkpoint of ``--resume``, if any. Returns its number of steps and history.
 
         Raises:
             UsageError: The checkpoint does not exist, has other settings, or is of the last step;

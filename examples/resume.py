@@ -46,11 +46,12 @@ def get_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> 
 
 
 def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Loads the newest checkpoint below ``--out``, if there is one. Returns the step of its save.
+    """Loads the newest checkpoint below ``--out``, if any. Returns its number of steps, else 0.
 
     Every rank must call this.
     """
-    newest = find_newest(path.parent for path in args.out.glob("step_*/.metadata"))  # the last file
+    # DCP writes .metadata last, so a folder with this file is complete.
+    newest = find_newest(path.parent for path in args.out.glob("step_*/.metadata"))
     if newest is None:
         return 0
     for name, value in json.loads((newest / SETTINGS_FILE).read_text()).items():

@@ -1,11 +1,11 @@
-"""Trains a small byte-level GPT with fully sharded parameters, on two ranks or on any number.
+"""Trains a small byte-level GPT with fully sharded parameters, on any number of ranks.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --out demo_out
     torchrun --nproc-per-node 2 examples/train_gpt.py --out demo_out --resume
 
 The text is the source of Python's standard library. With ``--impl torch``, ``losses.json`` is equal
-bit by bit. The folder also gets summary.json, checkpoints and plots: the losses and times of the
-run, and steps of both implementations in turns with their timelines (not with ``--compare 0``).
+bit by bit. The folder also gets summary.json, checkpoints, and a plot of the losses and times.
+Unless ``--compare 0`` is passed, more plots compare steps and timelines of both implementations.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def train(args: argparse.Namespace) -> None:
         return source.batch((step * ranks + job.RANK) * args.batch, args.batch, device)
 
     model, optimizer = make_run(args, device, args.impl)
-    saved = Checkpoints(args, device, corpus.digest, model, optimizer)
-    first, history = saved.begin()
+    checkpoints = Checkpoints(args, device, corpus.digest, model, optimizer)
+    first, history = checkpoints.restore()
     job.print_on_rank_0(f"Training with {args.impl} on {ranks} x {device.type}.")
     progress = Progress(args.steps, device, "tokens", first)
     for step in progress.iterate_steps():
@@ -94,10 +94,10 @@ def train(args: argparse.Namespace) -> None:
         loss, norm = train_step(model, optimizer, inputs, targets, history.phase)
         progress.add_loss(loss, inputs.numel())
         history.add_step(progress.loss, norm.item())
-        if saved.is_due(args.validate_every, step):
+        if checkpoints.is_due(args.validate_every, step):
             history.add_validation(step, validate(model, [get_batch(held_out, i) for i in (0, 1)]))
-        if saved.is_due(args.save_every, step):
-            saved.save(step, history)
+        if checkpoints.is_due(args.save_every, step):
+            checkpoints.save(step, history)
     sample = generate(model, b"class Parser:\n    def ", args.sample_bytes, seed=args.seed)
     job.print_on_rank_0("Sample:", *(f"  | {line}" for line in sample.splitlines()))
     history.write(args.out, args.impl, progress.report(model))

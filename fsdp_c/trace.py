@@ -102,12 +102,12 @@ def _read_events(profiler: profile) -> list[Event]:
     return events
 
 
-def _find_start(rank: list[Span]) -> int:
-    return min((span.begin for span in rank), default=0)
+def _find_start(spans: list[Span]) -> int:
+    return min((span.begin for span in spans), default=0)
 
 
-def _shift_spans(rank: list[Span], origin: int) -> list[Span]:
-    return [span._replace(begin=span.begin - origin, end=span.end - origin) for span in rank]
+def _shift_spans(spans: list[Span], origin: int) -> list[Span]:
+    return [span._replace(begin=span.begin - origin, end=span.end - origin) for span in spans]
 
 
 def _gather_spans(spans: list[Span]) -> list[list[Span]]:

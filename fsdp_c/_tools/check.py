@@ -54,7 +54,7 @@ def _run_checks() -> Iterator[tuple[str, bool, str]]:
     yield "extension", True, str(_C.__file__)
     yield "torch", True, _describe_torch(build.torch if build is not None else "")
     yield "kernels", True, _describe_kernels()
-    yield "devices", True, _list_devices()
+    yield "devices", True, _describe_devices()
     yield "entry point", True, _describe_entry_point()
     yield "two ranks", *_train("cpu", 2)
     if torch.cuda.is_available():
@@ -82,12 +82,11 @@ def _describe_kernels() -> str:
     return f"CPU; on CUDA, {kernels.describe_kernels(device)}"
 
 
-def _list_devices() -> str:
+def _describe_devices() -> str:
     if not torch.accelerator.is_available():
         return "cpu"
     kind = torch.accelerator.current_accelerator()
-    names = f"{torch.accelerator.device_count()} of {kind}"
-    return f"cpu, {names}"
+    return f"cpu, {torch.accelerator.device_count()} of {kind}"
 
 
 def _describe_entry_point() -> str:

@@ -194,8 +194,8 @@ def find_gathers_of_embeddings(facts: Facts) -> Iterator[_Change]:
         if not unit.unshard_in_backward or not owners or not all(map(_needs_no_weight, owners)):
             continue
 
-        def change(other: UnitSizes, own: UnitSizes = unit) -> UnitSizes:
-            return replace(other, unshard_in_backward=False) if other is own else other
+        def change(unit: UnitSizes, embedding: UnitSizes = unit) -> UnitSizes:
+            return replace(unit, unshard_in_backward=False) if unit is embedding else unit
 
         yield _Change(
             f"the unit '{unit.name}' is gathered in backward, which does not read the weights of "
@@ -384,8 +384,8 @@ def find_smaller_mesh(facts: Facts) -> Iterator[_Change]:
 
 def _can_replicate(unit: UnitSizes) -> bool:
     """Whether a unit has no replicas, no DTensors, and no smaller group to reshard to."""
-    dtensors = any(param.is_dtensor for param in unit.params)  # ranks of nodes share a tensor
-    return unit.replicas == 1 and isinstance(unit.reshard, bool) and not dtensors
+    has_dtensors = any(param.is_dtensor for param in unit.params)  # on more ranks than unit.world
+    return unit.replicas == 1 and isinstance(unit.reshard, bool) and not has_dtensors
 
 
 _RULES: tuple[Callable[[Facts], Iterator[_Change]], ...] = (

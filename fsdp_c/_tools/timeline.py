@@ -133,11 +133,11 @@ _ORDER = (
 def _format_shares(ranks: list[list[Span]]) -> str:
     """Formats the shares of the mean time: "265 ms on 2 ranks: 40 % forward, ..."."""
     total: dict[str, int] = defaultdict(int)
-    for rank in ranks:
-        for span in rank:
+    for spans in ranks:
+        for span in spans:
             if span.track == trace_spans.COMPUTE:
                 total[span.kind] += span.length
-    duration = max(span.end for rank in ranks for span in rank)
+    duration = max(span.end for spans in ranks for span in spans)
     parts = [(total[kind] / len(ranks) / duration, kind) for kind in _ORDER]
     text = ", ".join(
         f"{share:.0%} {kind}".replace("%", " %") for share, kind in parts if share >= 0.005
@@ -148,8 +148,8 @@ def _format_shares(ranks: list[list[Span]]) -> str:
 
 def _format_communication(ranks: list[list[Span]]) -> str:
     """Formats the share of communication that overlaps with computation, and the longest wait."""
-    communication = sum(_measure_covered([s for s in r if s.track in WAITS]) for r in ranks)
-    waits = [(s, i) for i, rank in enumerate(ranks) for s in rank if s.kind in WAITS.values()]
+    communication = sum(_measure_covered([s for s in spans if s.track in WAITS]) for spans in ranks)
+    waits = [(s, i) for i, spans in enumerate(ranks) for s in spans if s.kind in WAITS.values()]
     if not communication:
         return "Nothing was communicated"
     hidden_share = 1 - sum(span.length for span, _ in waits) / communication

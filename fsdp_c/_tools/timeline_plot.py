@@ -56,29 +56,29 @@ def draw_timeline(
                    loc="left", parse_math=False)  # fmt: skip
     _draw_rows(axes, drawn_ranks, _list_tracks(drawn_ranks.values()), width)
     if legend:
-        _draw_legend(axes, [span for rank in drawn_ranks.values() for span in rank])
+        _draw_legend(axes, [span for spans in drawn_ranks.values() for span in spans])
 
 
 def _list_tracks(ranks: Iterable[list[Span]]) -> list[str]:
     return [
         track
         for track in _TRACK_LABELS
-        if any(span.track == track for rank in ranks for span in rank)
+        if any(span.track == track for spans in ranks for span in spans)
     ]
 
 
 def _draw_rows(axes: Any, ranks: Mapping[int, list[Span]], tracks: list[str], width: float) -> None:
     """Draws one row per rank and track, the first rank at the top, over milliseconds."""
-    end_ms = max(span.end for rank in ranks.values() for span in rank) / 1e6
+    end_ms = max(span.end for spans in ranks.values() for span in spans) / 1e6
     ticks, labels = [], []
-    for i, (number, rank) in enumerate(ranks.items()):
+    for i, (rank, spans) in enumerate(ranks.items()):
         for row, track in enumerate(tracks):
             y = i * (len(tracks) + 0.5) + row
             ticks.append(y)
             labels.append(
-                f"rank {number}  {_TRACK_LABELS[track]}" if row == 0 else _TRACK_LABELS[track]
+                f"rank {rank}  {_TRACK_LABELS[track]}" if row == 0 else _TRACK_LABELS[track]
             )
-            _draw_spans(axes, y, [span for span in rank if span.track == track], end_ms, width)
+            _draw_spans(axes, y, [span for span in spans if span.track == track], end_ms, width)
     axes.set_yticks(ticks, labels, fontsize=9)
     axes.set_ylim(ticks[-1] + 0.6, -0.6)
     axes.set_xlim(0, end_ms)

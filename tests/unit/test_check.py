@@ -252,7 +252,7 @@ def test_check_trains_on_cpu_and_on_at_most_two_gpus(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(check, "_describe_kernels", lambda: "")
-    monkeypatch.setattr(check, "_list_devices", lambda: "")
+    monkeypatch.setattr(check, "_describe_devices", lambda: "")
     monkeypatch.setattr(check, "_train", lambda device, ranks: (True, f"{ranks} on {device}"))
     trainings = [(name, text) for name, _, text in check._run_checks() if " on " in text]
     assert trainings == [("two ranks", "2 on cpu"), (subject, f"{min(devices, 2)} on cuda")]

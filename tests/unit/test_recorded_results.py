@@ -43,7 +43,7 @@ def edit(path: Path, **values: Any) -> None:
 @pytest.mark.parametrize("document", [README, PAGE], ids=["README", "benchmarks"])
 def test_figures_of_document_are_the_recorded_ones(document: Path) -> None:
     assert document in result_tables.DOCUMENTS
-    updated = result_tables.update(document)
+    updated = result_tables.insert_tables(document)
     assert document.read_text() == updated, "run python benchmarks/result_tables.py"
 
 
@@ -55,7 +55,7 @@ def test_changed_benchmark_result_makes_document_out_of_date(
     models = json.loads((main / "steps.json").read_text())["models"]
     models["medium"]["costs"]["fsdp_c"]["without"]["wall"] *= 2
     edit(main / "steps.json", models=models)
-    assert result_tables.update(document) != document.read_text()
+    assert result_tables.insert_tables(document) != document.read_text()
 
 
 def test_readme_refuses_results_of_two_days(
@@ -64,14 +64,14 @@ def test_readme_refuses_results_of_two_days(
     main = copy_results(tmp_path, monkeypatch)
     edit(main / "host.json", date="2020-01-01")
     with pytest.raises(SystemExit, match="one machine, day and torch release"):
-        result_tables.update(README)
+        result_tables.insert_tables(README)
 
 
 def test_update_of_document_without_table_markers_exits_with_error(tmp_path: Path) -> None:
     document = tmp_path / "README.md"
     document.write_text("# fsdp_c\n")
     with pytest.raises(SystemExit, match=r"README\.md lacks"):
-        result_tables.update(document)
+        result_tables.insert_tables(document)
 
 
 def test_picture_of_readme_has_the_recorded_benchmark_figures(tmp_path: Path) -> None:

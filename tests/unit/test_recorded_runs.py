@@ -62,7 +62,7 @@ def runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.name))
 def test_tables_of_document_are_those_of_the_recorded_runs(document: Path) -> None:
-    updated = compatibility_table.update(document)
+    updated = compatibility_table.insert_tables(document)
     assert document.read_text() == updated, "run python docs/compatibility_table.py"
 
 
@@ -119,7 +119,7 @@ def test_recorded_run_replaces_runs_of_its_folder_and_python_and_updates_both_do
     result = record_run.Result("tests/unit", "tests/unit/test_b/TestB::test", "", "passed", "")
     assert record_run.describe_files("tests/unit", [(result, False)]) == {"note": "1 of 2 files: b"}
     for path in (compatibility_table.PAGE, compatibility_table.README):
-        assert compatibility_table.update(path) == path.read_text()
+        assert compatibility_table.insert_tables(path) == path.read_text()
 
 
 def test_compatibility_matrix_has_yes_for_recorded_torch_and_python_releases_only(

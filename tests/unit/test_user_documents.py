@@ -68,7 +68,7 @@ def load_configuration_table() -> ModuleType:
 def test_configuration_page_without_the_end_marker_of_its_tables_is_refused() -> None:
     table = load_configuration_table()
     with pytest.raises(SystemExit, match=r"configuration\.md lacks"):
-        table.update(f"# Page\n{table.BEGIN}\nthe rest of the page\n")
+        table.insert_tables(f"# Page\n{table.BEGIN}\nthe rest of the page\n")
 
 
 @pytest.mark.parametrize("name", ["configuration_table", "compatibility_table"])
@@ -133,7 +133,7 @@ def test_configuration_page_lists_each_variable_of_the_code() -> None:
     table = load_configuration_table()
     assert list(table.find_mistakes()) == []
     text = table.PAGE.read_text()
-    assert table.update(text) == text, "run python docs/configuration_table.py"
+    assert table.insert_tables(text) == text, "run python docs/configuration_table.py"
 
 
 def test_undescribed_and_unread_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
