@@ -3,9 +3,9 @@
 Method. ``--ranks`` processes shard a model of ``--params`` parameters layer by layer and run one
 backward. The calls take turns in each round on fresh copies of the gradients, with a maximum
 norm that causes scaling. The script reports minima over the rounds on rank 0 in milliseconds. CPU
-time is the calling thread's and excludes the wait for the collective. "installed" is torch's
-function under FSDP_C=1, whose total norm equals torch's on any number of ranks. The total norm of
-``fsdp_c.clip_grad_norm_`` must equal torch's on two ranks.
+time is the calling thread's and excludes the wait for the collective. "installed" is the function
+that replaces torch's under FSDP_C=1. Its total norm equals torch's on any number of ranks. The
+total norm of ``fsdp_c.clip_grad_norm_`` must equal torch's on two ranks.
 
     python benchmarks/clip.py [--params 500] [--width 16 64 256] [--ranks 2] [--rounds 50]
 """

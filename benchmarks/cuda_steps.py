@@ -1,4 +1,4 @@
-"""Work on the host and memory of a CUDA step, under torch's FSDP2 and fsdp_c, without a GPU.
+"""Host work and memory of a CUDA step, under torch's FSDP2 and fsdp_c, without a GPU.
 
 Method. torch's CUDA build runs on the simulated device of tests/cuda, which runs no kernel. The
 process is rank 0 of 8 NCCL ranks; the other ranks are emulated. Every implementation trains each

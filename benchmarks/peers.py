@@ -228,14 +228,14 @@ def measure(name: str, groups: int, counts: list[int], steps: int) -> dict[str, 
         step = prepare(make_model(groups, count))
         device.set(copies=0)
         x = torch.ones(WIDTH, device="cuda")
-        taken = []
+        durations = []
         for _ in range(WARM_UP_STEPS + steps):
             torch.cuda.synchronize()
             begin = time.process_time_ns()
             step.run(x)
-            taken.append(time.process_time_ns() - begin)
+            durations.append(time.process_time_ns() - begin)
             step.finish()
-        times[str(count)] = min(taken[WARM_UP_STEPS:]) / 1000
+        times[str(count)] = min(durations[WARM_UP_STEPS:]) / 1000
         gc.collect()
     return {"us": times, "package": f"{package} {find_version(package)}"}
 
@@ -246,7 +246,7 @@ def find_version(package: str) -> str:
     return getattr(module, "__version__", None) or importlib.metadata.version(package)
 
 
-def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_measurement(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs :func:`measure` in a new process. Returns its result, or the reason of a failure."""
     command = [sys.executable, __file__, "--measure", name]
     for option in ("groups", "steps", "packages"):
@@ -301,7 +301,7 @@ def main() -> None:
 
     results = {}
     for name in dict.fromkeys(["bare", *given.only]):
-        results[name] = run(name, given)
+        results[name] = run_measurement(name, given)
         print(name, results[name], flush=True)
         if "reason" in results["bare"]:
             raise SystemExit("the costs cannot be computed without the time of the bare model")

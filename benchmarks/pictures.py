@@ -34,12 +34,12 @@ def draw_steps(data: dict[str, Any], path: Path) -> None:
     models = data["models"]
     figure = Figure(figsize=(1.2 + 3.4 * len(models), 9.5), layout="constrained")
     grid = figure.subplots(len(METRICS), len(models), squeeze=False)
-    for column, (kind, model) in enumerate(models.items()):
+    for column, (title, model) in enumerate(models.items()):
         for row, (metric, label) in enumerate(METRICS.items()):
             axes = grid[row][column]
             _draw_bars(axes, model["costs"], metric)
             if row == 0:
-                axes.set_title(f"{kind} ({model['optimizer']})", fontsize=11)
+                axes.set_title(f"{title} ({model['optimizer']})", fontsize=11)
             if column == 0:
                 axes.set_ylabel(label)
     figure.suptitle(
@@ -78,16 +78,16 @@ def _style_axes(axes: Any) -> None:
 
 def draw_memory(data: dict[str, Any], path: Path) -> None:
     """Draws resident memory over one step of torch and fsdp_c, a panel per model."""
-    models = {kind: m for kind, m in data["models"].items() if any(m["memory"].values())}
+    models = {title: m for title, m in data["models"].items() if any(m["memory"].values())}
     figure = Figure(figsize=(13, 3.4 * -(-len(models) // 2)), layout="constrained")
     grid = list(figure.subplots(-(-len(models) // 2), 2, squeeze=False).flat)
     for axes in grid[len(models) :]:
         axes.remove()
-    for axes, (kind, model) in zip(grid, models.items(), strict=False):
+    for axes, (title, model) in zip(grid, models.items(), strict=False):
         for name, samples in model["memory"].items():
             x, y = [t for t, _ in samples], [mib for _, mib in samples]
             axes.plot(x, y, label=name, color=COLORS[name], linewidth=1.5)
-        axes.set_title(f"{kind}, forward to {model['optimizer']}'s step", fontsize=11)
+        axes.set_title(f"{title}, forward to {model['optimizer']}'s step", fontsize=11)
         axes.set_xlabel("ms")
         axes.set_ylabel("MiB above the start")
         axes.legend(frameon=False)

@@ -62,7 +62,8 @@ def make_fake_mesh(world_size: int, device: str = "cpu") -> DeviceMesh:
 
 def get_implementations() -> dict[str, FullyShard]:
     """Returns ``fully_shard`` of torch and of fsdp_c."""
-    from fsdp_c import fully_shard  # here: the process of cuda_steps.py has a torch without fsdp_c
+    # Not at the top: cuda_steps.py imports this file with a torch that fsdp_c may not be built for.
+    from fsdp_c import fully_shard
 
     return {"torch": torch_fully_shard, "fsdp_c": fully_shard}
 

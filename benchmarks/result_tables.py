@@ -156,7 +156,8 @@ def format_guard(data: dict[str, dict[str, float]]) -> Iterator[str]:
     rows = [[name, *row.values()] for name, row in data.items()]
     yield from (
         "",
-        "us per unit and operation on two ranks: without the guard, and added by it:",
+        "us per unit and operation on two ranks: without the guard, and added by the guard.",
+        "`control` is the difference between two models without the guard:",
         "",
     )
     yield from format_table(("transport", *next(iter(data.values()))), rows)
@@ -363,8 +364,8 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
         "torch's CUDA build on a simulated device that runs no kernel, rank 0 of 8 emulated NCCL "
         "ranks. All numbers are per step. Times are CPU times of the process minus those of "
         "the bare model, which is not sharded; minima. `CPU ms` is forward and backward. "
-        "`optimizer ms` is the fused AdamW: "
-        "torch's dispatch of DTensors, which `fsdp_c.optim.accelerate` avoids. Launches with GIL "
+        "`optimizer ms` is a step of fused AdamW on DTensors, without `fsdp_c.optim.accelerate`. "
+        "Launches with GIL "
         "are those of a thread that holds the GIL.",
         format_cuda_steps,
     ),
@@ -448,7 +449,7 @@ def format_page() -> str:
         titles, rows, origin = result_releases.make_table(read_results(MAIN), read_results(folder))
         if folder != MAIN and rows:
             lines += [
-                f"## {_name(MAIN)} beside {_name(folder)}",
+                f"## {_format_release(MAIN)} beside {_format_release(folder)}",
                 "",
                 format_text(result_releases.EXPLANATION),
                 "",
@@ -457,7 +458,7 @@ def format_page() -> str:
     return "\n".join(lines)
 
 
-def _name(folder: Path) -> str:
+def _format_release(folder: Path) -> str:
     return folder.name.replace("-", " ")
 
 

@@ -138,7 +138,9 @@ TESTS = {
     "FSDP_C_PARITY_IMPLEMENTATION": Variable(
         "a module", "`fsdp_c`", "The implementation to compare"
     ),
-    "FSDP_C_PARITY_LAUNCHES": Variable("names", "all", "Launches of the parity tests"),
+    "FSDP_C_PARITY_LAUNCHES": Variable(
+        "names such as `gloo2`", "all", "The backends and numbers of ranks of the parity tests"
+    ),
     "FSDP_C_PARITY_SEED": Variable("a number", "0", "Seed of the settings"),
     "FSDP_C_PARITY_WHOLE": Variable(
         NUMBER_SWITCH,

@@ -62,7 +62,7 @@ class ShardedEMA:
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"ShardedEMA expects a floating-point dtype, not {dtype}")
         self._averages: dict[str, torch.Tensor] = {}
-        for name, param in _list_params(model).items():
+        for name, param in _reshard_and_list_params(model).items():
             if param.is_meta:
                 raise ValueError(f"ShardedEMA needs weights, but '{name}' is on the meta device")
             local = _get_local(param).to(device, _choose_dtype(param, dtype), copy=True)
@@ -117,7 +117,7 @@ class ShardedEMA:
 
     def _list_pairs(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns pairs of local averages and local weights."""
-        params = _list_params(model)
+        params = _reshard_and_list_params(model)
         if params.keys() != self._averages.keys():
             differing = sorted(params.keys() ^ self._averages.keys())
             raise ValueError(f"ShardedEMA was made for another model: {differing}")
@@ -172,7 +172,7 @@ class ShardedEMA:
         self.updates = updates
 
 
-def _list_params(model: nn.Module) -> dict[str, torch.Tensor]:
+def _reshard_and_list_params(model: nn.Module) -> dict[str, torch.Tensor]:
     reshard_all(model)
     return {clean_tensor_name(name): param for name, param in model.named_parameters()}
 

@@ -13,9 +13,9 @@ def set_guard(mode: GuardMode) -> None:
 
     The function applies to models whose first forward comes later. It replaces the environment
     variable ``FSDP_C_GUARD``. Call it with the same argument on all ranks: if one rank has
-    ``"off"``, the other ranks do not compare with that rank. Ranks with ``"on"`` and ``"hash"``
-    have different models. The first model over a process group decides whether later models over
-    it are compared.
+    ``"off"``, the other ranks do not compare with that rank. If some ranks have ``"on"`` and others
+    ``"hash"``, the comparison of their models raises. The first model over a process group decides
+    whether later models over it are compared.
 
     Args:
         mode: ``"on"``, the default: before the first collective of a model, the ranks of each

@@ -39,7 +39,7 @@ _ELEMENT_WISE = (
     torch.optim.ASGD,
 )
 _SWITCHES = ("amsgrad", "capturable", "centered", "foreach", "fused", "momentum")
-"""Options by whose truth ``_init_group`` branches."""
+"""Options of which ``_init_group`` reads only the truth value."""
 
 
 def accelerate(optimizer: Accelerated) -> Accelerated:
@@ -119,7 +119,7 @@ class _Acceleration:
     """
 
     def __init__(self, optimizer: Optimizer, element_wise_class: type[Optimizer]) -> None:
-        self._keeps_buffers = element_wise_class is torch.optim.SGD
+        self._is_sgd = element_wise_class is torch.optim.SGD
         self._init_group: Any = element_wise_class._init_group  # type: ignore[attr-defined]
         self._recipes = _Recipes()
         self._sgd_params: list[tuple[torch.Tensor, DTensor]] = []
@@ -162,7 +162,7 @@ class _Acceleration:
         # Writes to a local tensor do not change the version of the DTensor, by which autograd
         # detects writes.
         torch.autograd.graph.increment_version(params)
-        if self._keeps_buffers and group["momentum"] != 0:
+        if self._is_sgd and group["momentum"] != 0:
             pairs = zip(local[0], params)
             self._sgd_params += [
                 (local_tensor, p) for local_tensor, p in pairs if local_tensor is not p

@@ -1,4 +1,4 @@
-/* Calls _leave() of a state when all its modules and all its hooks are freed.
+/* Calls _leave_lists() of a state when all its modules and all its hooks are freed.
  *
  * Modules own their state through their forward hooks. The state has weak references to them, so
  * that reference counts free a deleted model. The other states under the root own the state, too:
@@ -17,7 +17,7 @@ static void leave_if_unused(fcpy_state *self) {
     /* Without Hook objects, the modules have Python functions, which report no end. The iteration
      * is NULL after the garbage collector has cleared the state. */
     if (self->without_modules && self->has_hooks && self->hooks == 0 && self->iteration != NULL) {
-        fcpy_call_and_report((PyObject *)self, self->mod->names._leave);
+        fcpy_call_and_report((PyObject *)self, self->mod->names._leave_lists);
     }
 }
 

@@ -57,7 +57,7 @@
     X(_inputs_to_device)                                                                           \
     X(_gather_after)                                                                               \
     X(_modules)                                                                                    \
-    X(_leave)
+    X(_leave_lists)
 
 /* Python functions and classes that fsdp_c/_runtime/bindings.py passes to the extension once (see
  * module.c). */

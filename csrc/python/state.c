@@ -368,8 +368,8 @@ static PyMethodDef state_methods[] = {
      "Resets all states under the root after an exception in forward or backward. Only for the "
      "root."},
     {"_note_freed_modules", fcpy_state_note_freed_modules, METH_NOARGS,
-     "Notes that all modules of the state were freed. Calls _leave() when also no autograd graph "
-     "and no copy of a module has its hooks."},
+     "Notes that all modules of the state were freed. Calls _leave_lists() when also no autograd "
+     "graph and no copy of a module has its hooks."},
     {"_root_post_backward_final_callback", state_end_backward, METH_NOARGS,
      "Callback at the end of a backward."},
     /* ---- names of torch's private interface; fsdp_c calls these only if they are overridden, or

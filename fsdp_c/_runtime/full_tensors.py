@@ -21,7 +21,10 @@ def get_first_rank(mesh: Any) -> int:
 def gather_full(
     shards: list[DTensor], device: torch.device, rank0_only: bool
 ) -> list[torch.Tensor | None]:
-    """Returns new full tensors on ``device``; None for tensors that this rank does not get."""
+    """Returns new full tensors on ``device``.
+
+    With ``rank0_only``, only the first rank of a tensor's mesh gets it. Others get None.
+    """
     full: list[torch.Tensor | None] = [None] * len(shards)
     indices_by_mesh: dict[Any, list[int]] = {}
     for i, shard in enumerate(shards):

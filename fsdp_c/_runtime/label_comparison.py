@@ -103,9 +103,9 @@ _requests: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, float]] = (
 
 
 def prepare(process_group: dist.ProcessGroup) -> None:
-    """Deletes the key of an earlier process group with this name.
+    """Deletes this rank's key of an earlier process group with this name.
 
-    Call it before all ranks meet.
+    Call it before the ranks compare their plans, so that no neighbor reads the old key.
     """
     if process_group not in _groups:
         with contextlib.suppress(RuntimeError):  # the store deletes no keys, or has ended
@@ -174,7 +174,7 @@ def _exchange(process_group: dist.ProcessGroup, progress: Progress) -> Compariso
         number, count, value = difference
         return make_request(process_group, number, value, label_count=count)
     hashes = dict(intervals)
-    if number := find_interval(hashes, intervals_of_neighbor):
+    if number := find_differing_interval(hashes, intervals_of_neighbor):
         return make_checksum_request(process_group, number, hashes[number])
     return None
 
@@ -184,7 +184,7 @@ def find_end(blocks: list[Block]) -> int:
     return max((first + count for first, count, _ in blocks), default=0)
 
 
-def find_interval(own: dict[int, int], of_neighbor: list[tuple[int, int]]) -> int:
+def find_differing_interval(own: dict[int, int], of_neighbor: list[tuple[int, int]]) -> int:
     """Returns the number of the first interval whose hashes differ, or 0. Hash 0 is unknown."""
     for number, value in of_neighbor:
         if value and own.get(number, 0) not in (0, value):

@@ -19,7 +19,7 @@ SOURCE_FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "csrc/k
 """The folder of the kernel sources: in the installed package, or else in the repository."""
 FIRST_ARCH = 70
 """The oldest supported architecture: sm_70."""
-STANDARD = ("stdint.h", "stddef.h", "string.h", "cuda_fp16.h", "cuda_bf16.h")
+STANDARD_HEADERS = ("stdint.h", "stddef.h", "string.h", "cuda_fp16.h", "cuda_bf16.h")
 """Headers that rtc.cuh replaces when NVRTC compiles."""
 KERNEL_SOURCES = ("kernels.h", "index.h", "cast.h", "batch.cuh", "lines.cuh", "checksums.cuh")
 DEVICE_CODE = ("lines.cuh", "checksums.cuh")
@@ -61,8 +61,11 @@ class Nvrtc:
         Raises:
             RuntimeError: The compilation failed. The message is the compiler's log.
         """
-        names = [*STANDARD, *KERNEL_SOURCES]
-        texts = [(SOURCE_FOLDER / ("rtc.cuh" if n in STANDARD else n)).read_bytes() for n in names]
+        names = [*STANDARD_HEADERS, *KERNEL_SOURCES]
+        texts = [
+            (SOURCE_FOLDER / ("rtc.cuh" if n in STANDARD_HEADERS else n)).read_bytes()
+            for n in names
+        ]
         headers = (ctypes.c_char_p * len(names))(*texts)
         includes = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
         program = ctypes.c_void_p()
@@ -90,7 +93,7 @@ class Nvrtc:
         """
         texts = [(SOURCE_FOLDER / name).read_bytes() for name in ("rtc.cuh", *KERNEL_SOURCES)]
         key = hashlib.sha256(b"\0".join([*texts, f"{self.version} {arch}".encode()])).hexdigest()
-        folder = cache_folder()
+        folder = get_cache_folder()
         if folder is None:
             return self.compile(arch)
         path = folder / f"sm_{arch}-{key[:32]}.cubin"
@@ -133,7 +136,7 @@ def _write_file(path: Path, content: bytes) -> None:
         raise
 
 
-def cache_folder() -> Path | None:
+def get_cache_folder() -> Path | None:
     """Returns the folder of compiled kernels: fsdp_c in XDG_CACHE_HOME or in ~/.cache.
 
     Returns None for a user without a home.

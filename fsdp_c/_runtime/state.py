@@ -102,7 +102,7 @@ class State(_C.State, FSDPState, MissingStateMembers):
     _context_class: type[IterationContext] = IterationContext
     _reduction_handle: Any = None  # the GradientReductionHandle that was not waited for
     _modules = WeakModules(when_freed="_note_freed_modules")
-    _leave = leave_lists
+    _leave_lists = leave_lists
 
     def __init__(self) -> None:
         self._patch_lease = patches.lease()
@@ -228,12 +228,12 @@ class State(_C.State, FSDPState, MissingStateMembers):
         states = dict.fromkeys(self._get_state_for_module(module) for module in modules)
         return [state for state in states if isinstance(state, State)]
 
-    def _list_states_below(self) -> list[State]:
+    def _list_states_of_root(self) -> list[State]:
         """Returns all states in the root's tree, in ``named_modules()`` order.
 
         Raises:
-            RuntimeError: A module was sharded by torch's ``fully_shard``, or is a root itself. Or
-                it was set to be finalized by the caller, which is a setting of roots.
+            RuntimeError: A module was sharded by torch's ``fully_shard``, is a root itself, or has
+                manual finalization, which is a setting of roots.
         """
         root = self._modules[0]
         states: list[State] = []
@@ -298,7 +298,7 @@ class State(_C.State, FSDPState, MissingStateMembers):
         warn_of_patches_without_effect()
         patches.apply(patches.Scope.EXIT, "atexit", register_at_exit)
         stall_monitor.watch(self)
-        states = self._list_states_below()
+        states = self._list_states_of_root()
         groups = [group for state in states for group in state._fsdp_param_groups]
         self._is_root = True
         try:

@@ -9,7 +9,7 @@ import torch
 
 from .dry_run import make_step_calls
 from .fake_step import Trace
-from .step_memory import estimate
+from .step_memory import estimate_memory
 from .unit_bytes import Sharding, UnitSizes
 
 _MAX_CHANGES = 3
@@ -31,13 +31,13 @@ def find_changes(sharding: Sharding, trace: Trace | None) -> list[Change]:
 
     ``trace`` has the events of the model's step. Without a trace, the step has no activations.
     """
-    peak = estimate(sharding, make_step_calls(sharding, trace)).peak.total
+    peak = estimate_memory(sharding, make_step_calls(sharding, trace)).peak.total
     changes = []
     for text, changed_sharding, changed_trace, activation_factor in _iterate_candidates(
         sharding, trace
     ):
         calls = make_step_calls(changed_sharding, changed_trace, activation_factor)
-        saves = peak - estimate(changed_sharding, calls).peak.total
+        saves = peak - estimate_memory(changed_sharding, calls).peak.total
         if saves > _MIN_SAVING * peak:
             changes.append(Change(text, saves))
     return sorted(changes, key=lambda change: -change.saves)[:_MAX_CHANGES]

@@ -20,8 +20,8 @@ from .compare_runs import (
     Job,
     Launch,
     Run,
+    Supervisor,
     SupervisorLost,
-    Supervisors,
     find_first_failure,
     read_records,
 )
@@ -61,15 +61,15 @@ def main(arguments: Sequence[str]) -> int:
         if options.plot is not None:
             require_matplotlib()
         _check_folders(options)
-        supervisors = Supervisors.connect(options.nproc_per_node)
+        supervisor = Supervisor.connect(options.nproc_per_node)
     except (ImportError, ValueError, OSError) as error:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, _exit_on_signal)
     with _open_folder(options.logs) as folder:
         try:
-            return _compare(job, options, supervisors, folder)
+            return _compare(job, options, supervisor, folder)
         except KeyboardInterrupt:
-            _print_on_rank_0(supervisors, "compare: interrupted")
+            _print_on_rank_0(supervisor, "compare: interrupted")
             return 128 + signal.SIGINT
         except SupervisorLost as error:
             print(f"compare: {error}", file=sys.stderr)
@@ -162,36 +162,36 @@ def _open_folder(logs: Path | None) -> Iterator[Path]:
             yield Path(name)
 
 
-def _print_on_rank_0(supervisors: Supervisors, text: str) -> None:
-    if supervisors.is_first:
+def _print_on_rank_0(supervisor: Supervisor, text: str) -> None:
+    if supervisor.is_first:
         print(text, flush=True)
 
 
 # ---- the runs ------------------------------------------------------------------------------------
 
 
-def _compare(job: Job, options: argparse.Namespace, supervisors: Supervisors, folder: Path) -> int:
+def _compare(job: Job, options: argparse.Namespace, supervisor: Supervisor, folder: Path) -> int:
     """Runs the script under both implementations in turns, and reports."""
     implementations = [name for _ in range(options.rounds) for name in ("torch", "fsdp_c")]
     runs = [Run(i, i // 2 + 1, name) for i, name in enumerate(implementations)]
-    records: dict[int, list[tuple[Run, list[dict[str, Any]]]]] = {r: [] for r in supervisors.ranks}
+    records: dict[int, list[tuple[Run, list[dict[str, Any]]]]] = {r: [] for r in supervisor.ranks}
     for run in runs:
-        if supervisors.is_first:
+        if supervisor.is_first:
             print(f"compare: run {run.number + 1} of {len(runs)}, {run.name}", file=sys.stderr)
-        launch = Launch(job, run, supervisors, folder)
+        launch = Launch(job, run, supervisor, folder)
         failure = find_first_failure(launch.execute())
         if failure is not None:
-            return supervisors.finish(_report_failure(job, run, failure, supervisors))
+            return supervisor.finish(_report_failure(job, run, failure, supervisor))
         for child in launch.children:
             steps = [record for record in read_records(child.record) if "step" in record]
             records[child.rank].append((run, steps))
     for rank, rank_records in records.items():
-        supervisors.put(f"summary/{rank}", summarize_rank(rank, rank_records))
-    if not supervisors.is_first:
-        return supervisors.finish(None)
-    summaries = [supervisors.get(f"summary/{rank}") for rank in range(supervisors.world_size)]
+        supervisor.put(f"summary/{rank}", summarize_rank(rank, rank_records))
+    if not supervisor.is_first:
+        return supervisor.finish(None)
+    summaries = [supervisor.get(f"summary/{rank}") for rank in range(supervisor.world_size)]
     result = Comparison(runs, summaries, job.steps)
-    return supervisors.finish(_report(job, options, result))
+    return supervisor.finish(_report(job, options, result))
 
 
 def _report(job: Job, options: argparse.Namespace, result: Comparison) -> int:
@@ -208,11 +208,11 @@ def _report(job: Job, options: argparse.Namespace, result: Comparison) -> int:
     return result.verdict.value
 
 
-def _report_failure(job: Job, run: Run, failure: Exit, supervisors: Supervisors) -> int:
+def _report_failure(job: Job, run: Run, failure: Exit, supervisor: Supervisor) -> int:
     """Prints the output of the rank that failed first. Returns the exit code."""
     is_torch = run.implementation == "torch"
     condition = "under torch alone" if is_torch else "under fsdp_c only"
     lines = [f"rank {failure.rank}: {line}" for line in failure.tail.splitlines()]
     end = f"the script fails {condition}: {run.name}, rank {failure.rank}: {failure.error}"
-    _print_on_rank_0(supervisors, "\n".join([*lines, f"{' '.join(job.arguments)}: {end}"]))
+    _print_on_rank_0(supervisor, "\n".join([*lines, f"{' '.join(job.arguments)}: {end}"]))
     return (Verdict.TORCH_FAILED if is_torch else Verdict.FSDP_C_FAILED).value

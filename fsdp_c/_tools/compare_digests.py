@@ -52,25 +52,25 @@ def compute_digest(tensor: torch.Tensor | None) -> str:
     """
     if tensor is None:
         return "None"
-    result = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     with torch.no_grad():
         for plain in list_plain_tensors(tensor.detach()):
-            result.update(f"{plain.dtype} {tuple(plain.shape)} ".encode())
-            _add_bits(result, plain)
-    return result.hexdigest()
+            hasher.update(f"{plain.dtype} {tuple(plain.shape)} ".encode())
+            _add_bits(hasher, plain)
+    return hasher.hexdigest()
 
 
-def _add_bits(result: Any, tensor: torch.Tensor) -> None:
+def _add_bits(hasher: Any, tensor: torch.Tensor) -> None:
     """Adds the bytes of a plain tensor. ``numpy()`` would forbid later resizes of the storage."""
     if tensor.numel() == 0 or tensor.is_meta:
         return
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.is_cpu:
         size = flat.numel() * flat.element_size()
-        result.update((ctypes.c_char * size).from_address(flat.data_ptr()))
+        hasher.update((ctypes.c_char * size).from_address(flat.data_ptr()))
         return
     for chunk in flat.split(CHUNK // flat.element_size()):
-        _add_bits(result, chunk.cpu())
+        _add_bits(hasher, chunk.cpu())
 
 
 def compute_squared_norm(tensor: torch.Tensor | None) -> float:

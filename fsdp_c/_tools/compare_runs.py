@@ -65,7 +65,15 @@ class Run:
 
 @dataclass
 class Exit:
-    """The end of one rank's process. ``error`` is empty if the process succeeded."""
+    """The end of one rank's process.
+
+    Attributes:
+        error: The reason of the failure; empty if the process succeeded.
+        order: The number of processes that had ended before, of all ranks, plus one.
+        is_secondary: Whether the process was stopped because another rank had failed.
+        tail: The last lines of the output of a failed process.
+        log: The file with the whole output of a failed process.
+    """
 
     rank: int
     error: str
@@ -82,7 +90,7 @@ class SupervisorLost(RuntimeError):
 # ---- supervisors ---------------------------------------------------------------------------------
 
 
-class Supervisors:
+class Supervisor:
     """The ranks of this process, and the store that it shares with the other supervisors."""
 
     def __init__(
@@ -95,7 +103,7 @@ class Supervisors:
         self.is_first = ranks[0] == 0
 
     @classmethod
-    def connect(cls, processes: int | None) -> Supervisors:
+    def connect(cls, processes: int | None) -> Supervisor:
         """Joins the supervisors of torchrun's ranks, or supervises ``processes`` local ranks.
 
         Raises:
@@ -195,27 +203,27 @@ class Launch:
 
     job: Job
     run: Run
-    supervisors: Supervisors
+    supervisor: Supervisor
     folder: Path
     children: list[Child] = field(default_factory=list)
 
     def execute(self) -> list[Exit]:
         """Runs the script once on all ranks. Returns the end of each rank, in order."""
-        supervisors, key = self.supervisors, f"run/{self.run.number}"
+        supervisor, key = self.supervisor, f"run/{self.run.number}"
         server = None
-        if supervisors.is_first:
+        if supervisor.is_first:
             server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            supervisors.put(f"{key}/port", server.port)
+            supervisor.put(f"{key}/port", server.port)
         try:
-            port = supervisors.get(f"{key}/port", self.job.timeout + STORE_LIMIT)
-            for rank in supervisors.ranks:
+            port = supervisor.get(f"{key}/port", self.job.timeout + STORE_LIMIT)
+            for rank in supervisor.ranks:
                 self.children.append(self._start(rank, port))
             self._wait(key)
         finally:
             for child in self.children:
                 stop_group(child.process)
         limit = self.job.timeout + GRACE_SECONDS + STORE_LIMIT
-        exits = [supervisors.get(f"{key}/exit/{r}", limit) for r in range(supervisors.world_size)]
+        exits = [supervisor.get(f"{key}/exit/{r}", limit) for r in range(supervisor.world_size)]
         del server  # the children that used it have exited
         return [Exit(**fields) for fields in exits]
 
@@ -238,7 +246,7 @@ class Launch:
                     "record": str(record),
                     "package_root": str(PACKAGE_ROOT),
                     "supervisor": os.getpid(),
-                    "world_size": self.supervisors.world_size,
+                    "world_size": self.supervisor.world_size,
                 }
             )
         )
@@ -254,7 +262,7 @@ class Launch:
         return Child(rank, process, record, log)
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
-        environment = {**os.environ, **self.supervisors.environment(rank)}
+        environment = {**os.environ, **self.supervisor.environment(rank)}
         for name in ("FSDP_C", "TORCHELASTIC_ERROR_FILE"):
             environment.pop(name, None)
         if self.run.implementation == "fsdp_c":
@@ -270,7 +278,7 @@ class Launch:
 
     def _wait(self, key: str) -> None:
         """Waits for the children and publishes their ends. Stops them after another's failure."""
-        store = self.supervisors.store
+        store = self.supervisor.store
         deadline = time.monotonic() + self.job.timeout
         stop_at = float("inf")
         while any(child.error is None for child in self.children):
@@ -296,13 +304,13 @@ class Launch:
                 self._publish(key, child)
 
     def _publish(self, key: str, child: Child) -> None:
-        store = self.supervisors.store
+        store = self.supervisor.store
         order = store.add(f"{key}/order", 1)
         end = Exit(child.rank, child.error or "", order, child.is_secondary)
         if end.error:
             end.tail, end.log = read_tail(child.log), str(child.log)
             store.set(f"{key}/failed", "1")
-        self.supervisors.put(f"{key}/exit/{child.rank}", vars(end))
+        self.supervisor.put(f"{key}/exit/{child.rank}", vars(end))
 
 
 def _interpreter_options() -> list[str]:

@@ -18,7 +18,7 @@ from .dry_run import Collectives, make_step_calls, simulate_collectives
 from .fake_step import Trace
 from .plotting import require_matplotlib
 from .step_advice import Advice, Facts, find_step_advice
-from .step_memory import KINDS, Sample, Timeline, estimate
+from .step_memory import KINDS, Sample, Timeline, estimate_memory
 from .unit_bytes import Layout, ParamSize, Sharding
 
 _DESCRIPTIONS = {
@@ -151,7 +151,7 @@ def make_explanation(
         title=title,
         units=list(_make_unit_reports(layout, simulate_collectives(sharding))),
         warnings=warnings,
-        timeline=estimate(sharding, make_step_calls(sharding, trace)),
+        timeline=estimate_memory(sharding, make_step_calls(sharding, trace)),
         received={"shard": cost.shards, "replicate": cost.replicas},
         changes=find_changes(sharding, trace),
         advice=find_step_advice(facts),
@@ -291,8 +291,8 @@ def _format_memory(explanation: Explanation) -> Iterator[str]:
 
 def _format_network(explanation: Explanation) -> Iterator[str]:
     parts = [
-        f"{format_bytes(size)} in its {link} group"
-        for link, size in explanation.received.items()
+        f"{format_bytes(size)} in its {group} group"
+        for group, size in explanation.received.items()
         if size
     ]
     if parts:

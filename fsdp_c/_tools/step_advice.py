@@ -19,7 +19,7 @@ from .byte_format import format_bytes
 from .dry_run import make_step_calls
 from .fake_step import Trace
 from .step_cost import StepCost, measure_step
-from .step_memory import estimate
+from .step_memory import estimate_memory
 from .unit_bytes import Layout, ParamSize, Sharding, UnitSizes
 
 _MAX_PADDING = 0.05  # as a fraction of the unpadded bytes
@@ -366,7 +366,7 @@ def find_smaller_mesh(facts: Facts) -> Iterator[_Change]:
     )
     after = replace(facts, sharding=sharding)
     before, peak = (
-        estimate(f.sharding, make_step_calls(f.sharding, f.trace)).peak.total
+        estimate_memory(f.sharding, make_step_calls(f.sharding, f.trace)).peak.total
         for f in (facts, after)
     )
     if peak > (_MAX_GROWTH * before if facts.memory is None else facts.memory):

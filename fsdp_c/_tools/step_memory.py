@@ -53,7 +53,7 @@ class Timeline:
 BEFORE = "before the step"  # the phase of the samples of initial memory
 
 
-def estimate(sharding: Sharding, calls: Sequence[Call]) -> Timeline:
+def estimate_memory(sharding: Sharding, calls: Sequence[Call]) -> Timeline:
     """Computes the memory of the step that consists of ``calls``."""
     events = dry_run.run(sharding, calls)
     return Timeline([*_iterate_samples(sharding, calls, events)])

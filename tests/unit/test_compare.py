@@ -286,9 +286,9 @@ def test_rank_without_world_size_is_not_a_process_of_torchrun(
 ) -> None:
     monkeypatch.setenv("RANK", "5")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    supervisors = compare_runs.Supervisors.connect(2)
-    assert supervisors.ranks == [0, 1]
-    variables = supervisors.environment(1)
+    supervisor = compare_runs.Supervisor.connect(2)
+    assert supervisor.ranks == [0, 1]
+    variables = supervisor.environment(1)
     assert [variables[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["1", "1", "2"]
 
 

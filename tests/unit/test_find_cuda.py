@@ -17,7 +17,7 @@ from fsdp_c._runtime.nvrtc import (
     KERNEL_SOURCES,
     KERNELS,
     LARGE_BATCH_KERNELS,
-    STANDARD,
+    STANDARD_HEADERS,
     Nvrtc,
     find_libraries,
 )
@@ -219,7 +219,7 @@ def test_nvrtc_sources_contain_all_included_headers() -> None:
     for name in [*KERNEL_SOURCES, "rtc.cuh"]:
         text = (ROOT / "csrc/kernels" / name).read_text()
         included |= set(re.findall(r'^ *#include [<"](.+)[>"]', text, re.M))
-    assert included <= {*KERNEL_SOURCES, *STANDARD}
+    assert included <= {*KERNEL_SOURCES, *STANDARD_HEADERS}
 
 
 def test_first_arch_of_nvcc_and_nvrtc_is_the_same() -> None:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_c
 from fsdp_c import _C
 from fsdp_c._runtime import jit, kernels, nvrtc
-from fsdp_c._runtime.nvrtc import Nvrtc, cache_folder, find_libraries
+from fsdp_c._runtime.nvrtc import Nvrtc, find_libraries, get_cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = b"\x7fELF placeholder"  # the fake driver checks only the first four bytes
@@ -186,7 +186,7 @@ def test_kernel_cache_that_cannot_be_written_is_not_used(
 def test_user_without_home_has_no_kernel_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    assert cache_folder() is None
+    assert get_cache_folder() is None
     compiler = CompilerStub()
     for _ in range(2):
         assert compiler.compile_cached(90) == b"code 90\nfor 13.0"
