@@ -63,7 +63,7 @@ class MeasuredModel:
             shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         shard(self.model, mesh=mesh, mp_policy=policy)
         self.x = torch.randn(rows, side, requires_grad=True)
-        self.unit = side * side * (policy.param_dtype or torch.float32).itemsize
+        self.unit_bytes = side * side * (policy.param_dtype or torch.float32).itemsize
         self.bytes_before_step = self.gradient_bytes = 0
         self.max_bytes = -math.inf
 
@@ -94,7 +94,7 @@ class MeasuredModel:
                 f"units.py: the peak is {self.max_bytes} bytes above the start, expected more than "
                 "0: memory from before the step was freed in it; measure again"
             )
-        return self.max_bytes / self.unit, result
+        return self.max_bytes / self.unit_bytes, result
 
     def step(self) -> tuple[float, float]:
         """Runs one step. Returns the peaks of forward and backward in units."""
@@ -125,9 +125,9 @@ def main() -> None:
     lines = []
     for precision in POLICIES:
         peaks = {}
-        shards = get_implementations()
-        for name in [*shards, OVERLAP]:
-            shard = shards.get(name, fsdp_c.fully_shard)
+        implementations = get_implementations()
+        for name in [*implementations, OVERLAP]:
+            shard = implementations.get(name, fsdp_c.fully_shard)
             measured_model = MeasuredModel(
                 shard, precision, options.groups, options.side, options.rows
             )

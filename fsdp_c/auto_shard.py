@@ -92,8 +92,8 @@ def auto_shard(
     Returns:
         ``model``, whose class and whose units' classes are now ``FSDP<Class>``.
 
-    Units with tied weights become one unit. Separate units with equal arguments are sharded as one
-    list. If one unit is inside the other, only the outer unit is made.
+    Units with tied weights become one unit. Units side by side must have equal arguments, and are
+    sharded as one list. Of two nested units, only the outer one is made.
 
     Raises:
         ValueError: FSDP was already applied to a part of the model; the policy selects a container

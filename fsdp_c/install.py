@@ -113,10 +113,11 @@ def is_active(model: nn.Module) -> bool:
 
 
 def get_replacement(name: str) -> Callable[..., Any]:
-    """Returns fsdp_c's function for torch's function ``name``, and logs the replacement once.
+    """Returns fsdp_c's function for torch's function ``name``.
 
-    If the environment enables fsdp_c (``FSDP_C=1``, ``python -m fsdp_c``), rank 0 also writes a
-    line to standard error when the first module is sharded.
+    Also makes the other changes of :func:`install`, and logs the replacement once. If the
+    environment enables fsdp_c (``FSDP_C=1``, ``python -m fsdp_c``), rank 0 also writes a line to
+    standard error when the first module is sharded.
     """
     global _has_printed
     if not _has_printed and is_env_enabled(ENVIRONMENT_SWITCH):

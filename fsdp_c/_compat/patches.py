@@ -81,7 +81,7 @@ _lease: weakref.ref[_Lease] | None = None
 _cycle: weakref.ref[_Cycle] | None = None
 _is_installed = False
 _is_exit_needed = True
-_is_check_needed = False  # a lease has ended since the last check
+_is_undo_due = False  # a lease has ended since the last undo
 
 _ABSENT = object()
 
@@ -166,7 +166,7 @@ def lease() -> object:
 
     Makes the registered changes that are not in place. All callers share one lease.
     """
-    global _lease, _is_check_needed
+    global _lease, _is_undo_due
     current = None if _lease is None else _lease()
     if current is not None:
         return current
@@ -179,7 +179,7 @@ def lease() -> object:
                 current = _Lease()
                 _lease = weakref.ref(current, _on_lease_end)
             except BaseException:
-                _is_check_needed = True  # undoes the changes made so far
+                _is_undo_due = True  # undoes the changes made so far
                 raise
     return current
 
@@ -211,34 +211,34 @@ def has_live_models() -> bool:
 
 @contextmanager
 def _hold_lock() -> Iterator[None]:
-    """Holds the lock. Then runs the check, if a lease has ended while the lock was held."""
+    """Holds the lock. Then undoes unneeded changes, if a lease has ended in the meantime."""
     try:
         with _lock:
             yield
     finally:
-        _check_if_needed()
+        _undo_if_due()
 
 
 def _on_lease_end(_ended: weakref.ref[Any]) -> None:
     """Runs at the end of a lease or cycle, in any thread and at any point of the program."""
-    global _is_check_needed
+    global _is_undo_due
     if sys.is_finalizing():
         return
-    _is_check_needed = True
-    _check_if_needed()
+    _is_undo_due = True
+    _undo_if_due()
 
 
-def _check_if_needed() -> None:
+def _undo_if_due() -> None:
     """Undoes changes that are not needed, if a lease has ended. Never blocks.
 
-    If the lock is held, also by this thread, its holder runs the check afterwards.
+    If the lock is held, also by this thread, its holder undoes them afterwards.
     """
-    global _is_check_needed
-    while _is_check_needed and _lock.acquire(blocking=False):
+    global _is_undo_due
+    while _is_undo_due and _lock.acquire(blocking=False):
         try:
-            _is_check_needed = False
+            _is_undo_due = False
             if _is_iterating_over_hooks():
-                _check_after_garbage_collection()
+                _undo_after_garbage_collection()
             else:
                 _undo_unneeded()
         finally:
@@ -292,8 +292,8 @@ class _Cycle:
         self.itself = self
 
 
-def _check_after_garbage_collection() -> None:
-    """Runs the check at the next garbage collection. Caller holds ``_lock``.
+def _undo_after_garbage_collection() -> None:
+    """Undoes unneeded changes at the next garbage collection. Caller holds ``_lock``.
 
     ``gc.callbacks`` is not used: a callback that removes itself makes Python skip the next one.
     """

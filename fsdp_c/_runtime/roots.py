@@ -1,4 +1,4 @@
-"""The roots of this process, and the pass that an exception has left.
+"""The roots of this process, and the pass (forward or backward) that an exception interrupted.
 
 The stall monitor reads them in its thread.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from .stall_report import runs_a_model
+from .stall_report import is_model_running
 
 _lock = threading.Lock()  # held while `_roots` is read or extended
 _roots: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -26,7 +26,7 @@ def add(root: Any) -> None:
 
 
 def note_freed(root: Any) -> None:
-    """Keeps the pass that an exception has left in ``root``, which is being freed.
+    """Keeps the interrupted pass of ``root``, which is being freed.
 
     :func:`add` of a later root drops it.
     """
@@ -35,12 +35,12 @@ def note_freed(root: Any) -> None:
 
 
 def find_interrupted_pass() -> str:
-    """Returns the pass of a root that an exception has left, "" if there is none."""
+    """Returns the interrupted pass of a root: "forward" or "backward", "" if there is none."""
     with _lock:
         roots = list(_roots)
     for root in roots:
         state = root._training_state
-        if state != TrainingState.IDLE and not runs_a_model():
+        if state != TrainingState.IDLE and not is_model_running():
             return _name_pass(state)
     return _pass_of_freed_root[0] if _pass_of_freed_root else ""
 

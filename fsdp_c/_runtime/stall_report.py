@@ -144,7 +144,7 @@ def _is_in_library(filename: str) -> bool:
     return filename.startswith("<frozen") or any(lib in path.parents for lib in _LIBRARIES)
 
 
-def runs_a_model() -> bool:
+def is_model_running() -> bool:
     """Whether a thread runs a module's forward, or a backward."""
     names = {("module.py", "_call_impl"), ("graph.py", "_engine_run_backward")}
     return any(

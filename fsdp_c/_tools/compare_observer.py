@@ -193,7 +193,7 @@ class Observer:
                     self.counter = import_file("compare_collectives").CollectiveCounter()
 
     def _is_nested(self, optimizer: Any) -> bool:
-        """Whether ``step()`` of a subclass of the optimizer has called that of its base class."""
+        """Whether the ``step()`` of the optimizer's class has called that of a base class."""
         frame, running = sys._getframe(), 0
         while frame is not None:
             if frame.f_code is self.step_code and frame.f_locals.get("self") is optimizer:

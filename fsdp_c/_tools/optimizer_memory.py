@@ -40,7 +40,7 @@ def measure_optimizer(
 
     Args:
         choice: An optimizer, an optimizer class, a function that makes an optimizer from
-            parameters, or a class name of ``torch.optim`` in any case. ``None``: AdamW.
+            parameters, or a class name of ``torch.optim`` in upper or lower case. ``None``: AdamW.
         dtype: The dtype of the parameters.
         on_cpu: Whether the step runs on the CPU. On other devices torch's default is ``foreach``.
 

@@ -420,7 +420,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with no_garbage_collection():
         for name, value in (("_changes", {}), ("_model_changes", {}), ("_lease", None)):
             monkeypatch.setattr(patches, name, value)
-        for name in ("_is_installed", "_is_exit_needed", "_is_check_needed"):
+        for name in ("_is_installed", "_is_exit_needed", "_is_undo_due"):
             monkeypatch.setattr(patches, name, False)
         yield patches
 
