@@ -4,7 +4,7 @@ Libraries and torch's own tests replace methods of ``FSDPParamGroup``, ``FSDPSta
 ``FSDPParam``, attributes of single groups, and functions of FSDP2's modules. Three mechanisms
 support these patches:
 
-- A descriptor (:class:`_TorchAttribute`) on fsdp_c's classes returns the current attribute of
+- A descriptor (:class:`_PatchableMethod`) on fsdp_c's classes returns the current attribute of
   torch's class if it is patched, else fsdp_c's method.
 - torch's own functions run fsdp_c's methods for fsdp_c's objects. Patches usually call the
   function that they replaced.
@@ -54,7 +54,7 @@ def get_torch_function(cls: type, name: str) -> Callable[..., Any]:
 # ---- descriptors for methods that torch's classes also have --------------------------------------
 
 
-class _TorchAttribute:
+class _PatchableMethod:
     """Descriptor that returns torch's current attribute if patched, else fsdp_c's method."""
 
     def __init__(self, torch_class: type, name: str, own_method: Callable[..., Any]) -> None:
@@ -120,7 +120,7 @@ def _add_descriptors(own_class: type, torch_class: type) -> None:
                     (torch_class, name),
                     functools.partial(_redirect, torch_class, name, own_class, own_method),
                 )
-        setattr(own_class, name, _TorchAttribute(torch_class, name, own_method))
+        setattr(own_class, name, _PatchableMethod(torch_class, name, own_method))
 
 
 def _redirect(
@@ -158,7 +158,7 @@ def is_overridden(obj: Any, torch_class: type, name: str) -> bool:
     expected = _originals.get((torch_class, name))
     return (
         name in vars(obj)
-        or not isinstance(getattr_static(type(obj), name), _TorchAttribute)
+        or not isinstance(getattr_static(type(obj), name), _PatchableMethod)
         or vars(torch_class).get(name) is not expected
     )
 
@@ -340,8 +340,10 @@ def _list_class_attributes(cls: type, names: Iterable[str], bits: int) -> list[t
     for name in names:
         static = getattr_static(cls, name)
         function = getattr(static, "__func__", static)
-        is_own = is_from_torch(function)
-        rows.append((cls, name, static if is_own else None, function if is_own else None, bits))
+        is_torchs = is_from_torch(function)
+        rows.append(
+            (cls, name, static if is_torchs else None, function if is_torchs else None, bits)
+        )
     return rows
 
 

@@ -89,13 +89,13 @@ def set_plans(states: list[Any]) -> None:
             plan_store.compare(process_group, plan_store.OFF)
         return
     plans: dict[str, list[str]] = {}
-    for name in sorted({name for roles in names.values() for name in roles if name}):
+    for name in sorted({name for group_names in names.values() for name in group_names if name}):
         plans[name] = list(_describe_plan(states, names, name))
     hashes = {name: _hash_lines(lines) for name, lines in plans.items()}
     root = next(_roots)
-    for group, roles in names.items():
+    for group, group_names in names.items():
         group._plans = plans
-        values = (hashes[name] if name else _OFF for name in roles)
+        values = (hashes[name] if name else _OFF for name in group_names)
         group._set_plans(*values, root, mode == "hash")
     for name, process_group in _find_nccl(names).items():
         label_comparison.prepare(process_group)
@@ -110,9 +110,9 @@ def _find_nccl(names: dict[Any, tuple[str | None, ...]]) -> dict[str, dist.Proce
     so that no two ranks wait for each other."""
     found = {
         name: _resolve_process_group(name)  # type: ignore[arg-type]
-        for group, roles in names.items()
+        for group, group_names in names.items()
         if group.device.type == "cuda"
-        for name in roles
+        for name in group_names
         if name
     }
     return {name: found[name] for name in sorted(found) if plan_store.uses_nccl(found[name])}
@@ -121,8 +121,8 @@ def _find_nccl(names: dict[Any, tuple[str | None, ...]]) -> dict[str, dist.Proce
 def announce_guard(group: Any) -> None:
     """Marks that the guard is on. The root of ``group`` has not run, so there is no plan yet."""
     if get_mode() != "off":
-        roles = _list_group_names(group)
-        group._set_plans(*(_UNKNOWN if name else _OFF for name in roles), 0, False)
+        group_names = _list_group_names(group)
+        group._set_plans(*(_UNKNOWN if name else _OFF for name in group_names), 0, False)
 
 
 def raise_difference(
@@ -168,7 +168,10 @@ def add_difference(error: RuntimeError, owner: Any) -> None:
 
 
 def _make_key(rank: int) -> str:
-    """The key of a rank's description after an error. Then the process group cannot be used."""
+    """Returns the key of a rank's description after an error of a collective.
+
+    One key per rank suffices, because the process group cannot be used after such an error.
+    """
     return f"fsdp_c/plan/of/{rank}"
 
 

@@ -132,14 +132,14 @@ def write_on_signals(path: str, rank: int, world: int) -> None:
     """Writes the file on SIGABRT, and on the signal that FSDP_C_STALL_SIGNAL names.
 
     Raises:
-        ValueError: FSDP_C_STALL_SIGNAL is not the name of a signal with a handler.
+        ValueError: FSDP_C_STALL_SIGNAL is not the name of a signal that can have a handler.
     """
     names = ["SIGABRT", *filter(None, [os.environ.get("FSDP_C_STALL_SIGNAL")])]
     for name in names:
         number = signal.Signals.__members__.get(name)
         if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
             raise ValueError(
-                f"FSDP_C_STALL_SIGNAL must be the name of a signal with a handler, got {name}"
+                f"FSDP_C_STALL_SIGNAL must name a signal that can have a handler, got {name}"
             )
         file = (os.getpid(), number, path, world)
         if file not in _signal_files:

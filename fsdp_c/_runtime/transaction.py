@@ -35,7 +35,7 @@ class ModuleSnapshot:
         }
 
     def release(self, params: Iterable[nn.Parameter]) -> None:
-        """Frees copies of sharded ``params`` on other devices, which are no longer needed."""
+        """Restores the data of sharded ``params`` that were moved, which frees the moved copies."""
         for param in params:
             if param in self._saved_data and param.device != self._saved_data[param].device:
                 param.data = self._saved_data[param]
@@ -50,7 +50,7 @@ class ModuleSnapshot:
 
 
 class Transaction:
-    """Holds the snapshot of a running call, and restores it if the call fails."""
+    """Holds the snapshot of a running call, which calls :meth:`rollback` if it fails."""
 
     def __init__(self) -> None:
         self._snapshot: ModuleSnapshot | None = None

@@ -136,16 +136,16 @@ def check_replicas(groups: list[tuple[str, Any]]) -> list[str]:
         return []
     replicas = max(map(_count_replicas, replicated.values()))
     reports = []
-    alone = [
+    without_replicas = [
         name
         for name, group in groups
         if name not in replicated
         and group.mesh_info.mesh.size() * replicas == dist.get_world_size()
         and not any(param.is_dtensor for param in group.fsdp_params)
     ]
-    if alone:
+    if without_replicas:
         reports.append(
-            f"the mesh of {format_names(alone)} lacks the {replicas} replicas of "
+            f"the mesh of {format_names(without_replicas)} lacks the {replicas} replicas of "
             f"{format_names(replicated)}, so gradients there are not averaged over replicas: pass "
             "the same mesh=mesh, of two dimensions, to each fully_shard"
         )

@@ -354,7 +354,7 @@ def test_stall_signal_that_cannot_have_a_handler_raises(
 ) -> None:
     monkeypatch.setenv("FSDP_C_STALL_SIGNAL", name)
     monkeypatch.setattr(_C, "recorder_write_on_signal", lambda *_: None)
-    with pytest.raises(ValueError, match=f"name of a signal with a handler, got {name}"):
+    with pytest.raises(ValueError, match=f"name a signal that can have a handler, got {name}"):
         records.write_on_signals(records.make_path(0), 0, 2)
 
 
