@@ -141,7 +141,7 @@ def build_model(
 
 
 def measure(
-    shards: dict[str, FullyShard],
+    implementations: dict[str, FullyShard],
     mesh: DeviceMesh,
     job: Job,
     groups: int,
@@ -153,7 +153,7 @@ def measure(
     The bare model's time is absolute. Times of implementations are relative to the bare model.
     """
     models = {"bare": build_model(job, groups, params, None, mesh)}
-    for name, shard in shards.items():
+    for name, shard in implementations.items():
         models[name] = build_model(job, groups, params, shard, mesh)
     for run in models.values():
         for _ in range(5):
@@ -198,7 +198,7 @@ def main() -> None:
     hybrid_mesh = init_device_mesh(
         options.device, (REPLICAS, WORLD_SIZE // REPLICAS), mesh_dim_names=names
     )
-    shards = get_implementations()
+    implementations = get_implementations()
     results: dict[str, Any] = {"groups": options.groups, "rounds": options.rounds}
     for name in options.jobs:
         if name == GUARD:
@@ -206,10 +206,10 @@ def main() -> None:
         job = JOBS[name]
         mesh = hybrid_mesh if job.hsdp else flat_mesh
         rows = {
-            params: measure(shards, mesh, job, options.groups, params, options.rounds)
+            params: measure(implementations, mesh, job, options.groups, params, options.rounds)
             for params in counts
         }
-        results[name] = print_results(name, rows, list(shards))
+        results[name] = print_results(name, rows, list(implementations))
     if GUARD in options.jobs and options.device == "cpu":
         results[GUARD] = run_guard(options.groups, options.rounds)
     write_json(options.json, "host", results)

@@ -140,14 +140,14 @@ def main() -> None:
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     mesh = make_fake_mesh(WORLD_SIZE)
-    shards = get_implementations()
+    implementations = get_implementations()
     results: dict[str, Any] = {"groups": options.groups, "world_size": WORLD_SIZE}
     lines = []
     for precision in POLICIES:
         for params in options.params:
             peaks = {
                 name: measure(shard, mesh, precision, options.groups, params)
-                for name, shard in shards.items()
+                for name, shard in implementations.items()
             }
             results[f"{precision}_{params}"] = peaks
             for phase in ("forward", "backward"):

@@ -61,9 +61,9 @@ def plan(
         world_size: The number of ranks to shard over. ``None``: the size of the mesh or of the
             default process group.
         mesh: A mesh or its shape: ``(8,)``, or ``(2, 4)`` for 2 replicas of 4 shards.
-        optimizer: A class, a name of ``torch.optim`` in any case, or a function that makes an
-            optimizer from parameters, such as ``functools.partial(torch.optim.SGD, momentum=0.9)``.
-            ``None``: AdamW.
+        optimizer: A class, a name of ``torch.optim`` in upper or lower case, or a function that
+            makes an optimizer from parameters, such as
+            ``functools.partial(torch.optim.SGD, momentum=0.9)``. ``None``: AdamW.
         batch, loss, memory, microbatches, file: As for :func:`fsdp_c.explain`.
         ranks_per_node: The number of ranks of one node, for advice.
         max_transient, min_unit, ignored_modules, ignored_params: As for ``auto_shard``.

@@ -58,7 +58,7 @@ def make_parameter(param: DTensor, local: torch.Tensor, requires_grad: bool) -> 
     return param  # type: ignore[return-value]
 
 
-def has_no_values(param: torch.Tensor) -> bool:
+def is_fake_param(param: torch.Tensor) -> bool:
     """Whether ``param`` is a fake tensor. DTensors of plain tensors skip the slower ``is_fake``."""
     local = param._local_tensor if type(param) is DTensor else None
     is_plain = (

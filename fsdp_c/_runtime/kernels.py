@@ -12,7 +12,7 @@ from . import jit
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
-_logged_devices: set[str] = set()
+_logged_device_types: set[str] = set()
 
 
 def describe_kernels(device: torch.device) -> str:
@@ -46,9 +46,9 @@ def log_kernels(device: torch.device) -> None:
 
     The line is a warning if CUDA kernels are still missing.
     """
-    if device.type in _logged_devices:
+    if device.type in _logged_device_types:
         return
-    _logged_devices.add(device.type)
+    _logged_device_types.add(device.type)
     reason = add_missing_kernels(device)
     logger.log(
         logging.WARNING if reason else logging.INFO,

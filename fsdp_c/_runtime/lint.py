@@ -143,19 +143,19 @@ def check_blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> lis
         for param in group.fsdp_params
         for module, _ in iterate_registrations(param)
     }
-    unsharded_layers = [
+    layers_in_root = [
         name
         for name, layer in _iterate_repeated_layers(model)
         if any(id(module) in root_ids for module in layer.modules())
     ]
-    if not unsharded_layers:
+    if not layers_in_root:
         return []
-    if len(unsharded_layers) == 1:
+    if len(layers_in_root) == 1:
         role = "is a repeated layer but no unit: its"
     else:
         role = "are repeated layers but no units: their"
     return [
-        f"{format_names(unsharded_layers)} {role} parameters are gathered with the root's and stay "
+        f"{format_names(layers_in_root)} {role} parameters are gathered with the root's and stay "
         "unsharded through forward and backward. Call fully_shard on each before the root"
     ]
 

@@ -22,7 +22,7 @@ import fsdp_c._C as _C
 from .._compat.guard import find_overridden_methods
 from .._compat.torch_releases import SymmMemAllGather, SymmMemReduceScatter
 from .collectives import GroupCollectives
-from .dtensor_specs import has_no_values
+from .dtensor_specs import is_fake_param
 from .extensions import has_extensions
 from .meshes import (
     find_unregistered_group,
@@ -214,7 +214,10 @@ class GroupCommunication(GroupCollectives):
         current_stream.wait_stream(stream)
 
     def _update_fallback(self) -> None:
-        """Chooses for gather and reduce between the core and torch's functions (fallback)."""
+        """Chooses for gather and reduce between the core and torch's functions (fallback).
+
+        Also sets the core's allocators, and the methods of parameters that the core calls.
+        """
         for param in self.fsdp_params:
             param._extended = has_extensions(param)
         # Only torch's code reads tensor subclasses that have no storage.
@@ -222,7 +225,7 @@ class GroupCommunication(GroupCollectives):
             not param._extended and not _C.has_memory(param._sharded_param_data)
             for param in self.fsdp_params
         )
-        has_fake_params = any(has_no_values(param.sharded_param) for param in self.fsdp_params)
+        has_fake_params = any(is_fake_param(param.sharded_param) for param in self.fsdp_params)
         groups = list_process_groups(self._mesh_info, self._smaller_mesh_info)
         replicas = groups[2]
         has_foreign_groups = any(

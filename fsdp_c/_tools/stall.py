@@ -141,9 +141,9 @@ def make_spans(ranks: list[RankRecords], last: int) -> dict[int, list[Span]]:
 
 
 def _make_spans(record: Record, offset: int, end: int) -> list[Span]:
-    """A collective, and the wait for it.
+    """Returns spans of a collective and of the wait for it.
 
-    Both last until the last file was written if they did not end.
+    If these have not ended, the spans end when the last file was written.
     """
     kind = trace_spans.GATHER if "gather" in record.kind else trace_spans.REDUCE
     unit = record.modules or trace_spans.ROOT

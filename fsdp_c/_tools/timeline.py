@@ -76,8 +76,8 @@ class StepTrace:
     def seconds(self) -> dict[str, dict[str, float]]:
         """Returns seconds by kind, and by unit within each kind, averaged over the ranks."""
         total: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for rank in self.ranks:
-            for span in rank:
+        for spans in self.ranks:
+            for span in spans:
                 if span.track != trace_spans.HOST:
                     total[span.kind][span.unit] += span.length / 1e9 / len(self.ranks)
         return {kind: dict(units) for kind, units in total.items()}
@@ -97,7 +97,7 @@ class StepTrace:
         return dict(enumerate(self.ranks))
 
     def _has_units(self) -> bool:
-        return any(span.unit for rank in self.ranks for span in rank)
+        return any(span.unit for spans in self.ranks for span in spans)
 
     def _require_spans(self) -> None:
         if not self._closed:

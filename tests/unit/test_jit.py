@@ -306,7 +306,7 @@ def installations(
         _C.use_jit(**jit.load_kernels(driver, CODE))
 
     monkeypatch.setattr(jit, "install_kernels", install)
-    monkeypatch.setattr(kernels, "_logged_devices", set())
+    monkeypatch.setattr(kernels, "_logged_device_types", set())
     monkeypatch.delenv("FSDP_C_JIT", raising=False)
     try:
         yield devices

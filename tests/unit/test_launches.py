@@ -227,7 +227,7 @@ def test_step_with_kernels_calls_none_of_torchs_packing_operators(fake_group: in
 def test_forward_logs_kernels_of_device_type_once(
     fake_group: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels, "_logged_devices", set())
+    monkeypatch.setattr(kernels, "_logged_device_types", set())
     with caplog.at_level(logging.INFO, logger=kernels.logger.name):
         for _ in range(2):
             model = fsdp_c.fully_shard(nn.Linear(8, 8))
@@ -239,7 +239,7 @@ def test_forward_logs_kernels_of_device_type_once(
 def test_cuda_without_kernels_logs_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels, "_logged_devices", set())
+    monkeypatch.setattr(kernels, "_logged_device_types", set())
     monkeypatch.setattr(torch.version, "hip", None)
     _C._testing.hide_kernels(True)
     try:
