@@ -44,7 +44,7 @@ def full_params(
             for name, param in full.items():  # gathers unit after unit
                 print(name, param.norm())
         with torch.no_grad(), full_params(model) as full:
-            full["head.weight"].mul_(0.5)     # gathers the head's unit, frees the last unit
+            full["head.weight"].mul_(0.5)     # gathers the head's unit, frees the former one
         with full_params(model, all_units=True):
             model.reset_parameters()          # all units are gathered
 
@@ -71,7 +71,7 @@ def full_params(
     """
     if writeback and rank0_only:
         raise ValueError(
-            "full_params cannot write back with rank0_only=True: only rank 0 has values"
+            "full_params cannot write back with rank0_only=True: only one rank has values"
         )
     groups = get_units(model, "full_params")
     modules = list_sharded_modules(model)
@@ -276,7 +276,7 @@ class _Unit:
         self.mesh = self.params[0].sharded_param.device_mesh if self.params else None
         self._device = group.device
         self._rank0_only = rank0_only
-        self._target = device
+        self._output_device = device
         self._full: list[nn.Parameter | None] = []
         self._versions: list[int] = []
 
@@ -305,7 +305,7 @@ class _Unit:
             if tensor is None:
                 full.append(None)
                 continue
-            tensor = tensor.to(device=self._target)
+            tensor = tensor.to(device=self._output_device)
             new_param = nn.Parameter(tensor, param.sharded_param.requires_grad)
             full.append(param._restore_class(new_param) if isinstance(param, Param) else new_param)
         self._full = full

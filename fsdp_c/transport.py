@@ -73,7 +73,7 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
         TypeError: A module in ``model`` was sharded by torch's ``fully_shard``.
     """
     bucket_bytes = convert_bucket_cap(bucket_cap_mb)
-    for unit in _get_own_units(model, "set_bucket_cap"):
+    for unit in _get_fsdp_c_units(model, "set_bucket_cap"):
         unit._bucket_bytes = bucket_bytes
 
 
@@ -100,11 +100,11 @@ def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
     """
     if overlap is not None and not isinstance(overlap, bool):
         raise TypeError(f"set_reduction_overlap expects True, False or None, not {overlap!r}")
-    for unit in _get_own_units(model, "set_reduction_overlap"):
+    for unit in _get_fsdp_c_units(model, "set_reduction_overlap"):
         unit._reduction_overlap = overlap
 
 
-def _get_own_units(model: nn.Module, function: str) -> list[ParamGroup]:
+def _get_fsdp_c_units(model: nn.Module, function: str) -> list[ParamGroup]:
     """Returns the units of ``model``; raises ``TypeError`` if one is a unit of torch's."""
     units = list(get_units(model, function))
     for unit in units:
@@ -120,8 +120,8 @@ def release_memory() -> None:
     """Returns cached CPU buffers to the system.
 
     fsdp_c reuses the memory of gathers, reductions and unsharded parameters for later units and
-    steps. Buffers in use and the cache together may exceed the peak use of the last eight
-    iterations by an eighth, and always by 16 MiB. Resetting or deleting a model also releases the
-    cache.
+    steps. The limit of buffers in use and cached buffers is the peak use of the last eight
+    iterations, plus an eighth of it. The addition is at least 16 MiB. Resetting or deleting a model
+    also releases the cache.
     """
     _C.trim_memory()

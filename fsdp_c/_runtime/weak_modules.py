@@ -75,7 +75,7 @@ def _get_target(reference: weakref.ref[nn.Module]) -> nn.Module:
 
 
 def leave_lists(state: Any) -> None:
-    """Removes the state from the lists of the other states, and empties its own lists.
+    """Removes the state from the lists of the other states, and empties its prefetch lists.
 
     The core calls it when the modules of the state are freed. Then neither a copy of a module nor
     an autograd graph has its hooks.
