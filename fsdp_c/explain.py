@@ -59,8 +59,8 @@ def explain(
 
     Raises:
         ValueError: ``model`` has no sharded module, or torch sharded it without fsdp_c.
-        ValueError: Forward raises on fake tensors of the batch, or the model has DTensors before
-            ``fully_shard`` (tensor parallelism).
+        ValueError: ``batch`` is passed, and forward raises on fake tensors, or the model had
+            DTensors before ``fully_shard`` (tensor parallelism).
         ValueError: ``microbatches`` is not positive, or ``memory`` is not a size.
         TypeError: ``model`` is not a module, or ``optimizer`` not an optimizer.
     """
@@ -90,7 +90,9 @@ def explain(
     ]
     layout = unit_bytes.make_sharded_layout(model)
     on_cpu = all(group.device.type == "cpu" for _, group in groups)
-    optimizer_cost = None if optimizer is None else _estimate_optimizer(optimizer, layout, on_cpu)
+    optimizer_cost = (
+        None if optimizer is None else _estimate_optimizer_cost(optimizer, layout, on_cpu)
+    )
     explanation = make_explanation(
         title=fsdp_units.get_original_class(model).__name__,
         warnings=warnings,
@@ -178,7 +180,7 @@ def make_sharding(
     )
 
 
-def _estimate_optimizer(
+def _estimate_optimizer_cost(
     optimizer: torch.optim.Optimizer, layout: unit_bytes.Layout, on_cpu: bool
 ) -> tuple[int, int] | None:
     """Returns the bytes of an optimizer's states, and the bytes that a step uses temporarily.
@@ -198,7 +200,7 @@ def compute_optimizer_cost(
 ) -> tuple[int, int]:
     """Returns the bytes of an optimizer's states, and the bytes that a step uses temporarily.
 
-    An ``Optimizer`` has states of the parameters that it holds, a class of all trained parameters.
+    An ``Optimizer`` counts for the parameters that it holds, a class for all trained parameters.
     """
     positions = {(i, j) for i, unit in enumerate(layout.units) for j in range(len(unit.params))}
     if isinstance(optimizer, torch.optim.Optimizer):

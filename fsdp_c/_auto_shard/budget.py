@@ -51,23 +51,23 @@ def count_padded_elements(param: nn.Parameter, ranks: int) -> int:
 def split_unit(
     modules: tuple[nn.Module, ...],
     budget: int,
-    others: set[nn.Module],
+    excluded: set[nn.Module],
     ignored_params: set[nn.Parameter],
     mp_policy: Any,
     ranks: int,
 ) -> list[tuple[nn.Module, ...]]:
-    """Splits a unit into units of at most ``budget`` bytes. Leaves out the modules ``others``.
+    """Splits a unit into units of at most ``budget`` bytes. Leaves out the modules ``excluded``.
 
     Returns an empty list if the unit is small enough.
     """
-    excluded_params = {p for module in others for p in module.parameters()}
+    excluded_params = {p for module in excluded for p in module.parameters()}
     size_of = SizeCounter(ignored_params | excluded_params, mp_policy, ranks)
     if size_of({p for module in modules for p in module.parameters()}) <= budget:
         return []
     units: list[tuple[nn.Module, ...]] = []
     for module in modules:
         found = {part for unit in units for part in unit}
-        units += split_by_budget(module, budget, others | found, size_of)
+        units += split_by_budget(module, budget, excluded | found, size_of)
     return units
 
 

@@ -20,7 +20,7 @@ HEADER_BYTES = 16
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of a tensor from ``first_row`` on, at byte ``offset`` of a bucket. A scalar has one."""
+    """Rows of a tensor from ``first_row`` on, at byte ``offset`` of a bucket. A scalar is a row."""
 
     name: str
     dtype: torch.dtype

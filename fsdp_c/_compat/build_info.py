@@ -110,10 +110,10 @@ def find_mismatch(builds: list[Build]) -> str | None:
         return (
             f"fsdp_c has no extension for Python {python}{other_python}: build it with  {command}"
         )
-    return find_other_sizes(build, command) if build is not None else None
+    return find_size_mismatch(build, command) if build is not None else None
 
 
-def find_other_sizes(build: Build, command: str) -> str | None:
+def find_size_mismatch(build: Build, command: str) -> str | None:
     """Returns one sentence if classes of torch have other sizes than in the build, or ``None``."""
     found = abi.read_sizes()
     differing = [

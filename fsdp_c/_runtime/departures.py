@@ -102,9 +102,10 @@ class Departures:
     ) -> BaseException | None:
         """Waits until all ranks of the process group depart with the same collective.
 
-        Returns None if this rank may issue the collective now. Otherwise returns the exception, as
-        of a signal handler, that interrupted this rank. The other ranks issue the collective; the
-        caller raises the exception, and this rank's next collective must be the same one.
+        Returns None if this rank may issue the collective now. Otherwise returns the exception, for
+        example of a signal handler, that interrupted this rank. The other ranks issue the
+        collective. The caller raises the exception, and this rank's next collective must be the
+        same one.
 
         Raises:
             RuntimeError: another rank issues another collective, or does not depart within the
@@ -114,13 +115,13 @@ class Departures:
         key = f"fsdp_c/departures/{departure.number}/{departure.signature:x}"
         # Not None: this call is in a signal handler that interrupted another depart().
         outer = self._own_departures.get(departure.group)
-        is_certain = False
+        is_agreed = False
         try:
             try:
                 self._own_departures[departure.group] = departure
                 is_first = store.add(key, 1) <= MAX_REQUESTING_RANKS
                 self._wait(departure, store, key, group, is_first)
-                is_certain = True
+                is_agreed = True
                 self._delete_when_all_have_read(store, key, size)
             finally:
                 if outer is None:
@@ -129,7 +130,7 @@ class Departures:
                     self._own_departures[departure.group] = outer
                 self._differences.pop(departure.group, None)
         except BaseException as error:  # also of a signal handler: the rank may depart again
-            if is_certain:
+            if is_agreed:
                 return error
             if not self._leave(store, key):
                 self._delete_when_all_have_read(store, key, size)
@@ -249,14 +250,14 @@ class Departures:
         for number in range(self._newest_read + 1, newest + 1):
             self._unset_requests[number] = now + _WRITE_TIMEOUT
         self._newest_read = newest
-        for number, give_up in list(self._unset_requests.items()):
+        for number, deadline in list(self._unset_requests.items()):
             key = f"{_REQUESTS}/{number}"
             if self._store.check([key]):
                 text = self._store.get(key).decode()
                 request = ComparisonRequest(**json.loads(text)) if text != _CLOSED else None
                 if request is not None and self._rank in request.ranks:
                     self._open_requests[number] = request
-            elif now < give_up:
+            elif now < deadline:
                 continue
             self._unset_requests.pop(number, None)  # a signal handler may have read it
 

@@ -158,19 +158,19 @@ class StallMonitor(threading.Thread):
         self._pid = os.getpid()
         self._stopped = False
         self._woken = threading.Event()
-        self._answered = -1
+        self._answered = -1  # number of the latest request that this rank has answered
         self._requested_for = (0, 0.0)  # wait and limit of this rank's latest request
         self._next_limit = limit
         self._newest = 0  # number of the newest record at the last check
         self._last_failed = 0
-        self._logged_loss = False
+        self._has_logged_store_error = False
         self._compared = 0.0  # time of the last comparison of collectives
         self._read_at = 0.0  # time of the last reading of requests of departing ranks
-        self._lost = ""  # the error by which the process with the store was found to have ended
+        self._store_error = ""  # the error of the first call after the process with the store ended
         try:
             get_departures()  # counts the requests of earlier jobs before this job's first request
         except RuntimeError as error:
-            self._lost = str(error).partition("\n")[0]
+            self._store_error = str(error).partition("\n")[0]
         self.path = make_path(self._rank)
         self._file = ""  # path of the latest file, or the reason why there is none
 
@@ -219,12 +219,12 @@ class StallMonitor(threading.Thread):
 
     def _run_check(self, check: Callable[[], Any]) -> Any:
         """Returns the result of a check. Without the store, logs the first long or failed wait."""
-        least_seconds = self._limit if self._lost else 0.0
-        if not self._lost:
+        least_seconds = self._limit if self._store_error else 0.0
+        if not self._store_error:
             try:
                 return check()
             except RuntimeError as error:
-                self._lost = str(error).partition("\n")[0]
+                self._store_error = str(error).partition("\n")[0]
             except ValueError:
                 if self._is_current():
                     raise
@@ -240,12 +240,12 @@ class StallMonitor(threading.Thread):
             record = None
         if record is None and failure is not None and failure.number > self._last_failed:
             record = failure
-        if record is not None and not self._logged_loss:
-            self._logged_loss = True
+        if record is not None and not self._has_logged_store_error:
+            self._has_logged_store_error = True
             logger.warning(
                 "fsdp_c: rank %d waits, or failed, in %s, and cannot read where the other ranks "
                 "are: the process with the store of the job has ended (%s)\n  records: %s",
-                self._rank, describe_wait(record), self._lost, self._write_records(),
+                self._rank, describe_wait(record), self._store_error, self._write_records(),
             )  # fmt: skip
 
     def _check(self) -> bool:
@@ -254,10 +254,10 @@ class StallMonitor(threading.Thread):
         wait, seconds = measure_wait(now, records)
         self._compare(seconds)
         newest = records[0].number if records else 0
-        progresses = newest != self._newest and seconds < self._interval
+        is_progressing = newest != self._newest and seconds < self._interval
         self._newest = newest
         self._report_new_failure(now, records)
-        if progresses and self._answered >= 0:
+        if is_progressing and self._answered >= 0:
             return False
         if wait is not None:
             self._request_if_due(wait, seconds)

@@ -152,7 +152,7 @@ def make_explanation(
         units=list(_make_unit_reports(layout, simulate_collectives(sharding))),
         warnings=warnings,
         timeline=estimate_memory(sharding, make_step_calls(sharding, trace)),
-        received={"shard": cost.shards, "replicate": cost.replicas},
+        received={"shard": cost.shard_traffic, "replicate": cost.replica_traffic},
         changes=find_changes(sharding, trace),
         advice=find_step_advice(facts),
         optimizer=optimizer,

@@ -112,6 +112,11 @@ def _describe_gathers(saves: StepCost) -> str:
     return f"{_count(saves.gathers, 'gather')} and {format_bytes(saves.received)} received"
 
 
+def _describe_shards(saves: StepCost) -> str:
+    stored, received = format_bytes(saves.stored_bytes), format_bytes(saves.received)
+    return f"{stored} of shards and {received} received"
+
+
 def _describe_all_reduces(saves: StepCost) -> str:
     return f"{_count(saves.all_reduces, 'all-reduce')} and {format_bytes(saves.received)} received"
 
@@ -253,7 +258,7 @@ def find_early_all_reduces(facts: Facts) -> Iterator[_Change]:
     yield _Change(
         f"the replicas all-reduce gradients after each of {facts.microbatches} microbatches",
         "model.set_requires_all_reduce(is_last_microbatch)  # before each forward",
-        StepCost(*after)._replace(stored=last.stored),
+        StepCost(*after)._replace(stored_bytes=last.stored_bytes),
         _describe_all_reduces,
         lambda saves: saves.all_reduces > 0,
     )
@@ -292,10 +297,8 @@ def find_padding(facts: Facts) -> Iterator[_Change]:
         "fully_shard(..., shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 and "
         f"param.shape[0] % {worst.world} and param.shape[1] % {worst.world} == 0 else None)",
         _map_units(facts, lambda unit: changed.get(id(unit), unit)),
-        lambda saves: (
-            f"{format_bytes(saves.stored)} of shards and {format_bytes(saves.received)} received"
-        ),
-        lambda saves: saves.stored > 0,
+        _describe_shards,
+        lambda saves: saves.stored_bytes > 0,
     )
 
 
@@ -329,10 +332,7 @@ def find_mixed_dtypes(facts: Facts) -> Iterator[_Change]:
     mixed = [u for u in units if len({p.reduce_dtype for p in u.trained_params}) > 1]
     if not mixed:
         return
-    narrow = min(
-        (param.orig_dtype for unit in mixed for param in unit.trained_params),
-        key=lambda d: d.itemsize,
-    )
+    narrow = min((p.orig_dtype for u in mixed for p in u.trained_params), key=lambda d: d.itemsize)
 
     def change(unit: UnitSizes) -> UnitSizes:
         params = tuple(map(change_param, unit.params)) if unit in mixed else unit.params
@@ -377,7 +377,7 @@ def find_smaller_mesh(facts: Facts) -> Iterator[_Change]:
         f"peak is {format_bytes(peak)}, and only all-reduces cross nodes",
         f'mesh = init_device_mesh("cuda", ({nodes}, {node}), mesh_dim_names=("replicate", '
         '"shard")); fully_shard(..., mesh=mesh)',
-        cost._replace(shards=0),  # these bytes stay inside of nodes
+        cost._replace(shard_traffic=0),  # these bytes stay inside of nodes
         lambda saves: f"{format_bytes(saves.received)} received through groups that span nodes",
     )
 

@@ -14,18 +14,19 @@ from .unit_bytes import Sharding
 class StepCost(NamedTuple):
     """Collectives of one optimizer step, bytes that this rank receives in them, bytes of shards.
 
-    ``replicas`` counts the received bytes of all-reduces over replicas, ``shards`` all others.
+    ``replica_traffic``: bytes received in all-reduces over replicas. ``shard_traffic``: bytes
+    received in all other collectives.
     """
 
     gathers: int
     all_reduces: int
-    shards: int
-    replicas: int
-    stored: int
+    shard_traffic: int
+    replica_traffic: int
+    stored_bytes: int
 
     @property
     def received(self) -> int:
-        return self.shards + self.replicas
+        return self.shard_traffic + self.replica_traffic
 
     def subtract(self, other: StepCost) -> StepCost:
         return StepCost(*(a - b for a, b in zip(self, other)))
@@ -34,7 +35,7 @@ class StepCost(NamedTuple):
 def measure_step(sharding: Sharding, calls: Sequence[Call]) -> StepCost:
     """Returns the cost of the second of two equal steps of ``calls``."""
     counts: Counter[str] = Counter()
-    shards, replicas = 0.0, 0.0
+    shard_traffic, replica_traffic = 0.0, 0.0
     for event in dry_run.run(sharding, [*calls, *calls]):
         if event.call < len(calls):
             continue
@@ -42,9 +43,14 @@ def measure_step(sharding: Sharding, calls: Sequence[Call]) -> StepCost:
         if event.kind in ("all_gather", "reduce_scatter"):
             unit = sharding.units[event.unit]
             ranks = int(unit.reshard) if event.label == "smaller" else unit.world
-            shards += event.bytes * (ranks - 1) / ranks
+            shard_traffic += event.bytes * (ranks - 1) / ranks
         elif event.kind == "all_reduce":
             ranks = sharding.units[event.unit].replicas
-            replicas += 2 * event.bytes * (ranks - 1) / ranks
-    stored = sum(unit.shard_bytes for unit in sharding.units)
-    return StepCost(counts["all_gather"], counts["all_reduce"], int(shards), int(replicas), stored)
+            replica_traffic += 2 * event.bytes * (ranks - 1) / ranks
+    return StepCost(
+        counts["all_gather"],
+        counts["all_reduce"],
+        int(shard_traffic),
+        int(replica_traffic),
+        sum(unit.shard_bytes for unit in sharding.units),
+    )

@@ -88,7 +88,7 @@ def make_spans(events: Iterable[Event]) -> list[Span]:
 
 # ---- ranges --------------------------------------------------------------------------------------
 
-_FSDP = re.compile(r"FSDP::(\w+)(?: \((.*)\))?$")
+_FSDP_RANGE = re.compile(r"FSDP::(\w+)(?: \((.*)\))?$")
 _AWAITED_COLLECTIVES = {
     "all_gather": GATHER,
     "all_gather_copy_out": GATHER,
@@ -117,8 +117,8 @@ def _parse_range(event: Event) -> _Range | None:
         return None
     if event.name.startswith("Optimizer.step"):
         return _Range(OPTIMIZER, "", event.begin, event.end)
-    match = _FSDP.match(event.name)
-    if match is None:  # "backward_prefetch for" contains a separate all_gather range
+    match = _FSDP_RANGE.match(event.name)
+    if match is None:  # for example "FSDP::backward_prefetch for blocks.0", around an all_gather
         return None
     return _Range(match[1], match[2] or ROOT, event.begin, event.end)
 

@@ -34,8 +34,9 @@ def make_monitor(**attributes: Any) -> Any:
     monitor = object.__new__(stall_monitor.StallMonitor)
     values: dict[str, Any] = {
         "_rank": 0, "_world": 1, "_limit": LIMIT, "_interval": 0.5, "_pid": os.getpid(),
-        "_stopped": False, "_woken": threading.Event(), "_last_failed": 0, "_logged_loss": False,
-        "_lost": "", "_file": "file", "_answered": -1, "_has_extended_api": True,
+        "_stopped": False, "_woken": threading.Event(), "_last_failed": 0,
+        "_has_logged_store_error": False, "_store_error": "", "_file": "file",
+        "_answered": -1, "_has_extended_api": True,
         "_store": Store(Server(Clock())), "_is_current": lambda: True,
         "_write_records": lambda: "file",
     }  # fmt: skip
@@ -127,7 +128,7 @@ def test_stall_monitor_starts_without_the_store(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(stall_monitor, "_get_default_store", lambda: Store(Server(Clock())))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    assert stall_monitor.StallMonitor(LIMIT)._lost == "failed to recv, got 0 bytes"
+    assert stall_monitor.StallMonitor(LIMIT)._store_error == "failed to recv, got 0 bytes"
 
 
 def test_stall_monitor_takes_no_other_exception_for_a_lost_store(
@@ -141,7 +142,7 @@ def test_stall_monitor_takes_no_other_exception_for_a_lost_store(
         monitor._run_check(check)
     monitor._is_current = lambda: False  # functions of c10d raise ValueError after the destruction
     assert monitor._run_check(check) is False
-    assert monitor._lost == "" and caplog.messages == []
+    assert monitor._store_error == "" and caplog.messages == []
 
 
 def test_stall_monitor_reads_a_counter_without_a_write_to_a_file_store(tmp_path: Path) -> None:

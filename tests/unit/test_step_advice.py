@@ -346,7 +346,7 @@ def test_padding_is_avoided_by_sharding_another_dim() -> None:
     assert after.up.weight.placements == (Shard(1),)
     assert_saves(advice, measure_step(model), measure_step(after))
     stored = explanation.units[0].shard_bytes - explain(after).units[0].shard_bytes
-    assert advice.saves.stored == stored == 4 * 7 * 8 // 8
+    assert advice.saves.stored_bytes == stored == 4 * 7 * 8 // 8
     assert not has_advice(explain(after), "shard_placement_fn")
 
 
