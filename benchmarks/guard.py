@@ -76,11 +76,11 @@ class Run:
 
     def read_gather(self) -> float:
         """Returns the time of one gather in us."""
-        return find_percentile(self.issues) + find_percentile(self.waits)
+        return compute_first_percentile(self.issues) + compute_first_percentile(self.waits)
 
     def read_step(self) -> float:
         """Returns the time of a step per unit and operation, in us."""
-        return find_percentile(self.timed.times) / len(self.units) / STEP_OPERATIONS
+        return compute_first_percentile(self.timed.times) / len(self.units) / STEP_OPERATIONS
 
 
 def main() -> None:
@@ -130,7 +130,7 @@ def measure(options: argparse.Namespace, transport: str) -> dict[str, float]:
     }
 
 
-def find_percentile(times: list[int]) -> float:
+def compute_first_percentile(times: list[int]) -> float:
     """Returns the first percentile in us."""
     return sorted(times)[len(times) // 100] / 1000
 

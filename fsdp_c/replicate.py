@@ -111,9 +111,9 @@ def replicate(
     Every parameter below ``module`` that no earlier call converted becomes a ``DTensor`` parameter
     with placement ``Replicate()``, whose local tensor is the full parameter. Without a dtype cast,
     computation uses this memory directly. If a root has several units, each unit has one all-reduce
-    at the end of its backward, as in torch. The gradients of a single unit are all-reduced in
-    buckets during backward, in reverse parameter order. Numbers and exceptions are those of torch's
-    ``replicate``.
+    at the end of its backward, as in torch. If it has one unit only, the gradients are all-reduced
+    in buckets during backward, in reverse parameter order. Numbers and exceptions are those of
+    torch's ``replicate``.
 
     Args:
         module: A module, or a list of modules that form one group.

@@ -290,7 +290,7 @@ def _check_names(
 ) -> None:
     """Raises the exception of torch's ``contract`` if sharding has changed names.
 
-    ``renaming_module`` lists a parameter under a name under which it has none.
+    ``named_parameters()`` of ``renaming_module`` returns a name that is no attribute of the module.
     """
     for names, new_names in zip(previous, _list_names(modules)):
         if names != new_names:

@@ -118,7 +118,10 @@ def _choose_label(unit: str, capacity: float) -> str:
 
 
 def _stack_spans(spans: list[Span]) -> list[tuple[int | None, Span]]:
-    """Assigns spans that overlap one of three neighbors on a side to half rows; None: full row."""
+    """Returns (half row, span) for each span. The half row is 0, 1, or None for a whole row.
+
+    A span gets a half row if it overlaps one of the three spans before or after it.
+    """
     placed_spans: list[tuple[int | None, Span]] = []
     for i, span in enumerate(spans):
         neighbors = spans[max(0, i - 3) : i] + spans[i + 1 : i + 4]
