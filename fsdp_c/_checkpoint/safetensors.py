@@ -40,10 +40,10 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         path: A ``.safetensors`` file.
 
     Raises:
-        ValueError: The size of the file does not match its header, or the header does not cover the
-            file.
+        ValueError: The size of the file does not match its header, the header does not cover the
+            file, or the header has a name twice.
         OSError: The file cannot be opened.
-        ImportError: The safetensors library is not installed.
+        ImportError: The safetensors library is missing or too old.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -105,7 +105,7 @@ class SafetensorsIndex(Mapping[str, torch.Tensor]):
         ValueError: The index is invalid, names a file outside of its folder, or names a tensor that
             its file does not have; or a file is invalid.
         OSError: A file cannot be opened.
-        ImportError: The safetensors library is not installed.
+        ImportError: The safetensors library is missing or too old.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -167,9 +167,9 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile | Safetens
     """Opens a file, the files of an index, or a folder with either.
 
     Raises:
-        FileNotFoundError: The path is empty, or has no file, and no folder with such a file.
+        FileNotFoundError: The path is empty, does not exist, or is a folder without such a file.
         ValueError: The file or index is invalid, or a folder has several, and none is ``model``.
-        ImportError: The safetensors library is not installed.
+        ImportError: The safetensors library is missing or too old.
     """
     if not os.fspath(path):  # Path("") is the current folder
         raise FileNotFoundError("the path is empty; expected a safetensors file or its folder")

@@ -26,7 +26,7 @@ RECENT = 16
 _ENDED, _STOPPED = ("", "Z", "X"), ("T", "t")
 """States of ``read_process_state``."""
 
-_GROUP = " of process group '"
+_GROUP_SEPARATOR = " of process group '"
 """Text between a collective and the name of its process group."""
 
 _PLURAL_VERBS = {"waits": "wait", "has": "have"}
@@ -69,7 +69,7 @@ class Position:
     failed: str = ""
     """The newest collective, if an exception has ended the wait for it."""
     interrupted_pass: str = ""
-    """Pass that an exception has left: a state is in this pass, and no thread runs a module."""
+    """Pass that an exception interrupted: a state is in this pass, and no thread runs a module."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -101,7 +101,7 @@ def find_failure(records: Iterable[Record]) -> Record | None:
 
 
 def describe_wait(record: Record) -> str:
-    return f"{record.describe()}{_GROUP}{record.group}'"
+    return f"{record.describe()}{_GROUP_SEPARATOR}{record.group}'"
 
 
 def make_position(rank: int, request: int, now: int, records: list[Record]) -> Position:
@@ -222,7 +222,7 @@ def _describe_place(position: Position | None, request: int) -> str:
 
 
 def _describe_exit(position: Position) -> str:
-    """Names the wait or the pass that an exception has left."""
+    """Names the wait or the pass that an exception interrupted."""
     if position.failed:
         return f"left the wait for {position.failed} by an exception"
     if position.interrupted_pass:
@@ -276,7 +276,7 @@ def _describe_common(positions: list[Position]) -> str:
 
     The name of the process group is left out: with HSDP, ranks use different process groups.
     """
-    completed = [[text.rpartition(_GROUP)[0] for text in p.completed] for p in positions]
+    completed = [[text.rpartition(_GROUP_SEPARATOR)[0] for text in p.completed] for p in positions]
     if completed:
         common: Any = set(completed[0]).intersection(*completed)
         newest = next((text for text in completed[0] if text in common), None)

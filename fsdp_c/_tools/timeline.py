@@ -102,7 +102,7 @@ class StepTrace:
     def _require_spans(self) -> None:
         if not self._closed:
             raise RuntimeError(
-                "nothing was traced: an exception has left the with-block"
+                "nothing was traced: an exception ended the with-block"
                 if self._raised
                 else "the trace is still open: read it after the with-block"
             )
