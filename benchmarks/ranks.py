@@ -37,19 +37,19 @@ def start_ranks(world_size: int) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {STORE: f"{folder}/store", "OMP_NUM_THREADS": "1"}
         signal.signal(signal.SIGTERM, _exit_by_signal)
-        ranks: list[subprocess.Popen[bytes]] = []
+        processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(world_size):
-                names = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=env | names))
-            while None in [rank.poll() for rank in ranks]:
-                if any(rank.returncode for rank in ranks):
+                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(subprocess.Popen([sys.executable, *sys.argv], env=env))
+            while None in [process.poll() for process in processes]:
+                if any(process.returncode for process in processes):
                     break
                 os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # blocks until a rank ends
         finally:
-            for process in ranks:
+            for process in processes:
                 process.terminate()  # no effect on a rank that has ended
-            codes = [process.wait() for process in ranks]
+            codes = [process.wait() for process in processes]
     if any(codes):
         raise SystemExit(1)
     return False

@@ -214,12 +214,13 @@ def _apply_full_precision(
     result = []
     for unit in units:
         if unit.modules[0] in overridden:
-            own, reduce = own_dtypes[unit.modules[0]], unit.kwargs["mp_policy"].reduce_dtype
+            own_dtype = own_dtypes[unit.modules[0]]
+            reduce_dtype = unit.kwargs["mp_policy"].reduce_dtype
+            if reduce_dtype and torch.promote_types(own_dtype, reduce_dtype) != reduce_dtype:
+                reduce_dtype = None
             policy = MixedPrecisionPolicy(
-                param_dtype=own,
-                reduce_dtype=reduce
-                if reduce and torch.promote_types(own, reduce) == reduce
-                else None,
+                param_dtype=own_dtype,
+                reduce_dtype=reduce_dtype,
                 output_dtype=output_dtypes[unit.modules[0]],
             )
             unit = replace(unit, kwargs=unit.kwargs | {"mp_policy": policy})

@@ -76,12 +76,12 @@ def count_transient_bytes(params: Iterable[nn.Parameter], mp_policy: Any, ranks:
     params = list(params)
     gathered, reduced, gradients = 0, 0, 0
     for param in params:
-        computed = get_compute_dtype(param, mp_policy)
+        compute_dtype = get_compute_dtype(param, mp_policy)
         elements = count_padded_elements(param, ranks)
-        gathered += elements * computed.itemsize
+        gathered += elements * compute_dtype.itemsize
         if param.requires_grad:
-            reduced += elements * _get_reduce_dtype(param, computed, mp_policy).itemsize
-            gradients += param.numel() * computed.itemsize
+            reduced += elements * _get_reduce_dtype(param, compute_dtype, mp_policy).itemsize
+            gradients += param.numel() * compute_dtype.itemsize
     output = reduced // ranks if ranks > 1 else 0  # an all-reduce is in place
     return max(_count_copies(params, mp_policy, ranks) * gathered, gradients + reduced + output)
 
@@ -126,15 +126,15 @@ def _estimate_transient_per_byte(
 def join_small_units(
     units: Iterable[Unit],
     owned: Mapping[Unit, Collection[nn.Parameter]],
-    smallest: int,
+    min_unit: int,
     max_transient: int | None,
     ranks: int,
 ) -> list[Unit]:
-    """Returns ``units`` in order, with small neighbors combined to units of ``smallest`` bytes.
+    """Returns ``units`` in order, with small neighbors combined.
 
-    A combined unit gathers at least ``smallest`` bytes, unless it would use more than
-    ``max_transient`` bytes temporarily. A collective has a fixed cost of tens of microseconds,
-    which each unit has three times per step.
+    Neighbors are added until the unit gathers at least ``min_unit`` bytes. A neighbor with which
+    it would temporarily use more than ``max_transient`` bytes is not added. A collective has a
+    fixed cost of tens of microseconds, which each unit has three times per step.
 
     Neighbors are consecutive children of one parent with equal arguments. The root and units of
     several modules are not combined.
@@ -148,8 +148,8 @@ def join_small_units(
 
     def can_join(parent: str, unit: Unit) -> bool:
         params = [param for member in (*waiting[parent], unit) for param in owned[member]]
-        needed = count_transient_bytes(params, unit.kwargs.get("mp_policy"), ranks)
-        return max_transient is None or needed <= max_transient
+        needed_bytes = count_transient_bytes(params, unit.kwargs.get("mp_policy"), ranks)
+        return max_transient is None or needed_bytes <= max_transient
 
     def join_waiting(parent: str) -> None:
         group = waiting.pop(parent, [])
@@ -159,7 +159,7 @@ def join_small_units(
     for unit in units:
         parent = unit.names[0].rpartition(".")[0]
         size = count_gathered(unit)
-        if len(unit.modules) > 1 or unit.names == ("",) or size >= smallest:
+        if len(unit.modules) > 1 or unit.names == ("",) or size >= min_unit:
             join_waiting(parent)
             result.append(unit)
             continue
@@ -168,7 +168,7 @@ def join_small_units(
         ):
             join_waiting(parent)
         waiting.setdefault(parent, []).append(unit)
-        if sum(map(count_gathered, waiting[parent])) >= smallest:
+        if sum(map(count_gathered, waiting[parent])) >= min_unit:
             join_waiting(parent)
     for parent in list(waiting):
         join_waiting(parent)

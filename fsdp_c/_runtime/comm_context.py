@@ -46,9 +46,9 @@ class CommContext(_C.CommContext, FSDPCommContext):
 
     # ---- inputs of reduce-scatters by torch's functions ----
 
-    def keep_input(self, buffer: torch.Tensor, reduced: Any) -> None:
-        """Keeps the input of a reduce-scatter that ends with the event ``reduced``."""
-        self._inputs.append((buffer, reduced))
+    def keep_input(self, buffer: torch.Tensor, end_event: Any) -> None:
+        """Keeps the input of a reduce-scatter that ends with ``end_event``."""
+        self._inputs.append((buffer, end_event))
 
     def release_inputs(self, keep: int = 0) -> None:
         """Releases all but the newest ``keep`` inputs.
