@@ -50,8 +50,7 @@ def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opti
 
     Every rank must call this.
     """
-    # DCP writes .metadata last, so a folder with this file is complete.
-    newest = find_newest(path.parent for path in args.out.glob("step_*/.metadata"))
+    newest = find_newest(path.parent for path in args.out.glob("step_*/.metadata"))  # written last
     if newest is None:
         return 0
     for name, value in json.loads((newest / SETTINGS_FILE).read_text()).items():

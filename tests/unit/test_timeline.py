@@ -264,7 +264,7 @@ def test_exception_in_trace_leaves_model_unchanged(fake_group: int) -> None:
     assert not torch.autograd.profiler._is_profiler_enabled
     assert _overrides(model) == 0 and _snapshot(model) == before
     assert str(trace) == "a trace that an exception has ended"
-    with pytest.raises(RuntimeError, match="nothing was traced: an exception has left"):
+    with pytest.raises(RuntimeError, match="nothing was traced: an exception ended"):
         trace.summary()
     with fsdp_c.trace(model) as next_trace:
         step(model)
