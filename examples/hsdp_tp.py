@@ -69,18 +69,18 @@ def train(args: argparse.Namespace) -> None:
     shards = mesh["shard"].size()
     reader = mesh.get_local_rank("replicate") * shards + mesh.get_local_rank("shard")
     readers = mesh["replicate"].size() * shards
-    accumulated = args.microbatches
+    microbatches = args.microbatches
     # Ranks that differ only in "tensor" share the tokens of a step.
-    tokens = args.batch * args.context * accumulated / mesh["tensor"].size()
+    tokens = args.batch * args.context * microbatches / mesh["tensor"].size()
     progress = Progress(args.steps, device, "tokens")
     for step in progress.iterate_steps():
         step_loss = torch.zeros((), device=device)
-        for microbatch in range(accumulated):
+        for microbatch in range(microbatches):
             # Replicas all-reduce once per step, after the last microbatch.
-            model.set_requires_all_reduce(microbatch == accumulated - 1)
-            position = ((step * accumulated + microbatch) * readers + reader) * args.batch
+            model.set_requires_all_reduce(microbatch == microbatches - 1)
+            position = ((step * microbatches + microbatch) * readers + reader) * args.batch
             inputs, targets = windows.batch(position, args.batch, device)
-            loss = next_byte_loss(model(inputs), targets) / accumulated
+            loss = next_byte_loss(model(inputs), targets) / microbatches
             loss.backward()
             step_loss += loss.detach()
         optimizer.step()

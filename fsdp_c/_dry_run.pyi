@@ -49,7 +49,7 @@ def run(
         streams: Whether the device has streams.
 
     Returns:
-        The events, and the most bytes of device memory that were in use.
+        The events, and the largest number of bytes of device memory in use.
 
     Raises:
         ValueError: An item is invalid. The message names the item.

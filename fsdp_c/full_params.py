@@ -16,8 +16,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from ._runtime.fsdp_units import (
-    get_units,
     iterate_registrations,
+    list_groups,
     list_sharded_modules,
     reshard_all,
 )
@@ -73,7 +73,7 @@ def full_params(
         raise ValueError(
             "full_params cannot write back with rank0_only=True: only one rank has values"
         )
-    groups = get_units(model, "full_params")
+    groups = list_groups(model, "full_params")
     modules = list_sharded_modules(model)
     states: dict[Any, None] = dict.fromkeys(module._get_fsdp_state() for module in modules)
     _check_idle(states, groups)

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-from ._runtime.fsdp_units import get_units, list_sharded_modules
+from ._runtime.fsdp_units import list_groups, list_sharded_modules
 from ._runtime.transaction import restore_attribute_at_end
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -41,7 +41,7 @@ def generate_with(model: Model, *methods: str, keep_full: bool = True) -> Iterat
     Settings are restored at the end, also after an exception. All units are then sharded, also
     those that were unsharded before. Blocks on the same units must not be nested.
     """
-    groups = get_units(model, "generate_with")
+    groups = list_groups(model, "generate_with")
     for name in methods:
         if not callable(getattr(model, name, None)):
             raise ValueError(f"{type(model).__name__} does not have a method {name}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch.nn as nn
 
-from ._runtime.fsdp_units import get_units, list_sharded_modules
+from ._runtime.fsdp_units import list_groups, list_sharded_modules
 
 
 @contextlib.contextmanager
@@ -24,7 +24,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: ``model`` has no sharded module.
     """
-    previous = [(g, g.reduce_grads, g.all_reduce_grads) for g in get_units(model, "no_sync")]
+    previous = [(g, g.reduce_grads, g.all_reduce_grads) for g in list_groups(model, "no_sync")]
     try:
         for module in list_sharded_modules(model):
             module.set_requires_gradient_sync(False, recurse=False)

@@ -1,7 +1,7 @@
 """Policies of ``auto_shard`` select the modules that become units, and the units' arguments.
 
 Policies do not change the model. Every policy returns the units below the root, inner units before
-outer ones.
+outer ones. A ``CustomPolicy`` may also return arguments for the root.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run_policy(
     always_selected: tuple[type[nn.Module], ...] = (),
     separate_ends: bool = True,
 ) -> list[Unit]:
-    """Returns the units that ``policy`` selects below ``root``.
+    """Returns the units that ``policy`` selects.
 
     Args:
         policy: See :func:`fsdp_c.auto_shard`.
@@ -53,8 +53,9 @@ def run_policy(
         separate_ends: Whether the policy "blocks" selects embeddings and heads.
 
     Raises:
-        ValueError: The policy selects a container that cannot be a unit, "blocks" finds no repeated
-            layers, or no module is an instance of the classes. Other policies may select nothing.
+        ValueError: The policy selects a container that cannot be a unit, or is another name than
+            "blocks". Or "blocks" finds no repeated layers, there are no classes, or no module is an
+            instance of them. Other policies may select nothing.
         TypeError: ``policy`` is not a policy.
     """
     if isinstance(policy, _Policy):
@@ -212,8 +213,7 @@ def _run_callable(
         recurse = recurse and policy(module=module, recurse=True, nonwrapped_numel=numel)
         wrapped_numel = 0
         if recurse or always_selected:
-            children = [child for _, child in module.named_children()]
-            inner = (child for child in children if child not in ignored_modules)
+            inner = [child for child in module.children() if child not in ignored_modules]
             wrapped_numel = sum(visit(child, recurse) for child in inner)
         if module is root or is_bare_container(module):
             return wrapped_numel

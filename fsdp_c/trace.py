@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ._runtime import object_collectives
-from ._runtime.fsdp_units import get_units, require_module
+from ._runtime.fsdp_units import list_groups, require_module
 from ._tools import trace_spans
 from ._tools.timeline import StepTrace
 from ._tools.trace_spans import Event, Span
@@ -51,7 +51,7 @@ def trace(model: nn.Module) -> Iterator[StepTrace]:
         RuntimeError: Another profiler is active.
     """
     require_module(model, "trace")
-    devices = {group.device.type for group in get_units(model, "trace")}
+    devices = {group.device.type for group in list_groups(model, "trace")}
     if torch.autograd.profiler._is_profiler_enabled:
         raise RuntimeError("trace cannot run while another profiler is active: end it first")
     result = StepTrace()

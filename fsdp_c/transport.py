@@ -9,7 +9,7 @@ import torch.nn as nn
 
 import fsdp_c._C as _C
 
-from ._runtime.fsdp_units import get_units
+from ._runtime.fsdp_units import list_groups
 from ._runtime.meshes import list_process_groups
 from ._runtime.param_group import ParamGroup
 from .replicate import convert_bucket_cap
@@ -40,10 +40,11 @@ def set_transport(model: nn.Module, transport: Transport) -> None:
     """
     if transport not in ("direct", "gloo"):
         raise ValueError(f'transport should be "direct" or "gloo", not {transport!r}')
-    for unit in get_units(model, "set_transport"):
-        for group in list_process_groups(unit.mesh_info, unit.post_forward_mesh_info):
-            if isinstance(group, dist.ProcessGroup):
-                _C.pause_shm(group, transport == "gloo")
+    for group in list_groups(model, "set_transport"):
+        meshes = group.mesh_info, group.post_forward_mesh_info
+        for process_group in list_process_groups(*meshes):
+            if isinstance(process_group, dist.ProcessGroup):
+                _C.pause_shm(process_group, transport == "gloo")
 
 
 def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
@@ -73,8 +74,8 @@ def set_bucket_cap(model: nn.Module, bucket_cap_mb: float) -> None:
         TypeError: A module in ``model`` was sharded by torch's ``fully_shard``.
     """
     bucket_bytes = convert_bucket_cap(bucket_cap_mb)
-    for unit in _get_fsdp_c_units(model, "set_bucket_cap"):
-        unit._bucket_bytes = bucket_bytes
+    for group in _list_fsdp_c_groups(model, "set_bucket_cap"):
+        group._bucket_bytes = bucket_bytes
 
 
 def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
@@ -100,20 +101,20 @@ def set_reduction_overlap(model: nn.Module, overlap: bool | None) -> None:
     """
     if overlap is not None and not isinstance(overlap, bool):
         raise TypeError(f"set_reduction_overlap expects True, False or None, not {overlap!r}")
-    for unit in _get_fsdp_c_units(model, "set_reduction_overlap"):
-        unit._reduction_overlap = overlap
+    for group in _list_fsdp_c_groups(model, "set_reduction_overlap"):
+        group._reduction_overlap = overlap
 
 
-def _get_fsdp_c_units(model: nn.Module, function: str) -> list[ParamGroup]:
-    """Returns the units of ``model``; raises ``TypeError`` if one is a unit of torch's."""
-    units = list(get_units(model, function))
-    for unit in units:
-        if not isinstance(unit, ParamGroup):
+def _list_fsdp_c_groups(model: nn.Module, function: str) -> list[ParamGroup]:
+    """Returns the groups of ``model``; raises ``TypeError`` if one is a group of torch's."""
+    groups = list_groups(model, function)
+    for group in groups:
+        if not isinstance(group, ParamGroup):
             raise TypeError(
                 f"{function} expects units of fsdp_c's fully_shard; "
-                f"'{unit._module_fqn}' is a unit of torch's"
+                f"'{group._module_fqn}' is a unit of torch's"
             )
-    return units
+    return groups
 
 
 def release_memory() -> None:

@@ -21,7 +21,7 @@ def get_compute_dtype(param: nn.Parameter, mp_policy: Any) -> torch.dtype:
     """
     dtype = None
     if isinstance(mp_policy, MixedPrecisionPolicy) and param.is_floating_point():
-        dtype = mixed_precision.get_compute_dtype(mp_policy, param)
+        dtype = mixed_precision.get_param_dtype(mp_policy, param)
     return dtype or param.dtype
 
 

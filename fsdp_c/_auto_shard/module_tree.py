@@ -15,8 +15,8 @@ def iterate_children_first(root: nn.Module) -> Iterator[nn.Module]:
     visited = {root}
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
-        for _, child in module.named_children():
-            if child is not None and child not in visited:
+        for child in module.children():
+            if child not in visited:
                 visited.add(child)
                 yield from visit(child)
         yield module

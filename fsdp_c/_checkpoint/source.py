@@ -68,12 +68,15 @@ class LoadingRanks:
         The type is that of the first destination on each rank that has any, if the group supports
         it. If the types differ, or none is supported, it is the CPU or what the group supports.
         """
-        own = next(iter(destinations), None)
+        own_device = next(iter(destinations), None)
         types = sorted(self.device_types)
-        votes = self.reduce_max([int(own is not None and own.type == name) for name in types])
+        own_type = None if own_device is None else own_device.type
+        votes = self.reduce_max([int(own_type == name) for name in types])
         chosen = [name for name, vote in zip(types, votes) if vote]
         device_type = chosen[0] if len(chosen) == 1 else self._default_type
-        return own if own is not None and own.type == device_type else torch.device(device_type)
+        if own_device is not None and own_type == device_type:
+            return own_device
+        return torch.device(device_type)
 
     @property
     def _default_type(self) -> str:
@@ -180,7 +183,8 @@ def open_source(
 ) -> tuple[Reader | None, Header]:
     """Opens the source. Returns the reader, if this rank reads, and the header.
 
-    ``prepare`` runs on the source rank. A failure on one rank raises on all ranks.
+    ``prepare`` runs on the source rank, unless all ranks read a shared file. A failure on one rank
+    raises on all ranks.
     """
     reader: Reader | None = None
     header = Header()

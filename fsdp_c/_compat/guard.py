@@ -33,7 +33,7 @@ import fsdp_c._C as _C
 from fsdp_c_autoload.redirect import Redirection, copy_function
 
 from . import patches
-from .originals import find_expected, find_original, get_codes, is_from_torch, is_torch_function
+from .originals import find_original, find_torch_object, get_codes, is_from_torch, is_torch_function
 from .torch_releases import ALL_GATHER, REDUCE_SCATTER, SymmMemAllGather, SymmMemReduceScatter
 
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
@@ -331,7 +331,7 @@ def _list_functions(module: ModuleType, names: Iterable[str], bits: int) -> list
     The entry expects torch's object, even if a library replaced it before fsdp_c was imported. If
     torch's object is unknown, the entry expects ``None``, which counts as patched.
     """
-    return [(vars(module), name, find_expected(module, name), None, bits) for name in names]
+    return [(vars(module), name, find_torch_object(module, name), None, bits) for name in names]
 
 
 def _list_class_attributes(cls: type, names: Iterable[str], bits: int) -> list[tuple[Any, ...]]:
@@ -340,10 +340,8 @@ def _list_class_attributes(cls: type, names: Iterable[str], bits: int) -> list[t
     for name in names:
         static = getattr_static(cls, name)
         function = getattr(static, "__func__", static)
-        is_torchs = is_from_torch(function)
-        rows.append(
-            (cls, name, static if is_torchs else None, function if is_torchs else None, bits)
-        )
+        expected = (static, function) if is_from_torch(function) else (None, None)
+        rows.append((cls, name, *expected, bits))
     return rows
 
 

@@ -24,10 +24,6 @@ _NO_GRAD_FILE = os.path.join(_TORCH_FOLDER, "utils", "_contextlib.py")
 # ---- a module's code -----------------------------------------------------------------------------
 
 
-def _list_codes(code: CodeType) -> dict[str, CodeType]:
-    return {const.co_name: const for const in code.co_consts if isinstance(const, CodeType)}
-
-
 @functools.cache
 def get_codes(module: ModuleType) -> dict[str, CodeType]:
     """Returns the module's functions and class bodies by name, from its loader.
@@ -36,7 +32,9 @@ def get_codes(module: ModuleType) -> dict[str, CodeType]:
     """
     get_code = getattr(getattr(module, "__loader__", None), "get_code", None)
     code = get_code(module.__name__) if get_code is not None else None
-    return {} if code is None else _list_codes(code)
+    if code is None:
+        return {}
+    return {const.co_name: const for const in code.co_consts if isinstance(const, CodeType)}
 
 
 def has_parameter(module: ModuleType, function: str, parameter: str) -> bool | None:
@@ -113,7 +111,7 @@ def is_from_torch(candidate: Any) -> bool:
     return str(defining_class.__module__).partition(".")[0] == "torch"
 
 
-def find_expected(module: ModuleType, name: str) -> Any:
+def find_torch_object(module: ModuleType, name: str) -> Any:
     """Returns torch's object ``name`` of the module, also below wrappers; None if not found."""
     for function in iterate_wrapped(vars(module).get(name)):
         if is_from_torch(function) and getattr(function, "__name__", None) == name:

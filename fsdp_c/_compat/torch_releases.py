@@ -120,7 +120,8 @@ SymmMemReduceScatter: type | None = getattr(_collectives, "SymmMemReduceScatter"
 def make_orig_dtype_argument(dtype: torch.dtype | None) -> Any:
     """Returns the argument ``orig_dtype`` of torch's ``foreach_reduce``, as a tuple of arguments.
 
-    Empty from torch 2.15 on, where ``sharded_grad_dtype`` of each parameter replaces it."""
+    Empty from torch 2.15 on, where ``sharded_grad_dtype`` of each parameter replaces it.
+    """
     return (dtype,) if _HAS_ORIG_DTYPE_ARGUMENT else ()
 
 

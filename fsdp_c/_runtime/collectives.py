@@ -24,8 +24,9 @@ import fsdp_c._C as _C
 
 from .._compat.missing_members import MissingGroupMembers
 from .._compat.torch_releases import make_orig_dtype_argument
-from .extensions import leave_inference_mode
+from .extensions import has_extensions, leave_inference_mode
 from .fallback_transport import exclude_user_collectives, use_all_reduce_transport, use_transport
+from .fsdp_units import get_compute_dtype
 from .mixed_precision import CastingParam, can_reduce_in
 from .param import Param
 
@@ -50,10 +51,10 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, MissingGroupMe
         state = TrainingState.FORWARD if overlaps else TrainingState.IDLE
         copy_in, gather = self.comm_ctx.get_all_gather_streams(async_op, state)
         comm = self._all_gather_comm
-        group = info.shard_process_group
-        with use_transport(group, self.device, comm, self._get_gather_bytes()):
+        process_group = info.shard_process_group
+        with use_transport(process_group, self.device, comm, self._get_gather_bytes()):
             self._fallback_gathered = torch_group.foreach_all_gather(
-                self.fsdp_params, group, async_op, copy_in, gather, self.device, comm
+                self.fsdp_params, process_group, async_op, copy_in, gather, self.device, comm
             )
 
     def _get_gather_bytes(self) -> int:
@@ -62,11 +63,9 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, MissingGroupMe
         Returns 0 over the smaller mesh, and if all-gather extensions choose the inputs.
         """
         params = self.fsdp_params
-        if self.is_sharded_post_forward or any(
-            hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in params
-        ):
+        if self.is_sharded_post_forward or any(map(has_extensions, params)):
             return 0
-        return sum(p.padded_numel * (p.param_dtype or p.orig_dtype).itemsize for p in params)
+        return sum(param.padded_numel * get_compute_dtype(param).itemsize for param in params)
 
     @leave_inference_mode
     def _fallback_copy_out(self) -> torch.Tensor | None:
@@ -154,9 +153,9 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, MissingGroupMe
         self, params: list[Param], grads: list[torch.Tensor], order_compute: bool
     ) -> None:
         info, comm_ctx = self.mesh_info, self.comm_ctx
-        replicas = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+        replicate_group = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
         all_reduce_stream = comm_ctx.all_reduce_stream
-        if replicas is None and self._all_reduce_hook_stream is not None:
+        if replicate_group is None and self._all_reduce_hook_stream is not None:
             all_reduce_stream = self._all_reduce_hook_stream
         reduce_dtype = self._prepare_fallback_reduce(params, grads)
         comm_ctx.release_inputs(keep=comm_ctx.reduce_scatter_max_input_buffers - 1)
@@ -166,25 +165,30 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, MissingGroupMe
             [CastingParam(p) for p in params] if has_several_dtypes else [*params]
         )
         reduce_scatter_comm = self._reduce_scatter_comm
-        group = self._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None
-        all_reduce_group = replicas if self.all_reduce_grads else None
-        nbytes = sum(param.padded_numel for param in params) * reduce_dtype.itemsize
-        world_size = group.size() if group is not None else 1
+        reduce_scatter_group = None
+        if isinstance(info, FSDPMeshInfo):
+            reduce_scatter_group = self._reduce_scatter_process_group
+        all_reduce_group = replicate_group if self.all_reduce_grads else None
+        shard_bytes = sum(param.padded_numel for param in params) * reduce_dtype.itemsize
+        world_size = reduce_scatter_group.size() if reduce_scatter_group is not None else 1
+        input_bytes = shard_bytes * world_size
         with (
-            use_transport(group, self.device, reduce_scatter_comm, nbytes * world_size),
-            use_all_reduce_transport(all_reduce_group, self.device, reduce_scatter_comm, nbytes),
+            use_transport(reduce_scatter_group, self.device, reduce_scatter_comm, input_bytes),
+            use_all_reduce_transport(
+                all_reduce_group, self.device, reduce_scatter_comm, shard_bytes
+            ),
         ):
             results = torch_group.foreach_reduce(  # type: ignore[call-arg]
                 torch_params,
                 grads,
-                group,  # type: ignore[arg-type]
+                reduce_scatter_group,  # type: ignore[arg-type]
                 comm_ctx.reduce_scatter_stream,
                 reduce_scatter_comm,
                 *make_orig_dtype_argument(None if has_several_dtypes else params[0].orig_dtype),
                 reduce_dtype,
                 self.device,
                 self.gradient_divide_factor,
-                replicas,
+                replicate_group,
                 all_reduce_stream,
                 self.all_reduce_grads,
                 self._take_partials(params, reduce_dtype) if self.all_reduce_grads else None,
@@ -250,9 +254,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, MissingGroupMe
         return record_and_run_hook
 
     def _make_zeros(self, param: Param) -> torch.Tensor:
-        return torch.zeros(
-            param._orig_size, dtype=param.param_dtype or param.orig_dtype, device=self.device
-        )
+        return torch.zeros(param._orig_size, dtype=get_compute_dtype(param), device=self.device)
 
     def _take_partials(self, params: list[Param], dtype: torch.dtype) -> torch.Tensor | None:
         """Removes the partial reduce outputs of earlier backwards; returns them 1-D, or None."""

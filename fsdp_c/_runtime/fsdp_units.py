@@ -31,7 +31,7 @@ def list_sharded_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def get_units(model: nn.Module, caller: str) -> list[Any]:
+def list_groups(model: nn.Module, caller: str) -> list[Any]:
     """Returns the parameter groups of ``model``, outer groups first, each once.
 
     Raises:
@@ -63,7 +63,7 @@ def list_states(model: nn.Module) -> list[Any]:
     return list(dict.fromkeys(state for state in states if state is not None))
 
 
-def is_below(state: Any, root: Any) -> bool:
+def belongs_to_root(state: Any, root: Any) -> bool:
     """Whether ``state`` belongs to the root state ``root``, or will after lazy init.
 
     A root of ``replicate`` has no units of ``fully_shard``.

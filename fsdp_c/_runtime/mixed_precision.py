@@ -64,7 +64,7 @@ def _get_fields(policy: torch_fsdp.MixedPrecisionPolicy) -> dict[str, object]:
     return {"param_dtype_override_fn": None} | vars(policy)
 
 
-def get_compute_dtype(
+def get_param_dtype(
     policy: torch_fsdp.MixedPrecisionPolicy, param: torch.Tensor
 ) -> torch.dtype | None:
     """Returns the dtype in which ``param`` computes; ``None`` means its own dtype.

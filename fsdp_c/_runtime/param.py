@@ -43,7 +43,7 @@ from .fsdp_units import iterate_registrations
 from .mixed_precision import (
     APPLIED_REDUCE_DTYPE,
     REDUCES_IN_PARAM_DTYPE,
-    get_compute_dtype,
+    get_param_dtype,
     get_reduce_dtype,
     widen_to_complex,
 )
@@ -105,7 +105,7 @@ class Param(ReplaceableShard):
         placement = shard_placement_fn(param) if shard_placement_fn is not None else None
         smaller_mesh = _get_smaller_mesh(mesh_info, post_forward_mesh_info)
         dim = self._init_layout(param, placement, mesh_info, smaller_mesh)
-        self._policy_dtype = get_compute_dtype(mp_policy, param)
+        self._policy_dtype = get_param_dtype(mp_policy, param)
         self._group: weakref.ref[GroupOfParam] | None = None
         self._orig_class = type(param)
         self._orig_attributes = copy_user_attributes(param)
@@ -245,7 +245,7 @@ class Param(ReplaceableShard):
     def _set_dtypes(self, mp_policy: MixedPrecisionPolicy) -> None:
         """Sets ``param_dtype`` and ``reduce_dtype``. ``None`` means that no cast is needed."""
         if mp_policy is not self.mp_policy:
-            self._policy_dtype = get_compute_dtype(mp_policy, self.sharded_param)
+            self._policy_dtype = get_param_dtype(mp_policy, self.sharded_param)
         param_dtype = self._policy_dtype
         previous = self.param_dtype or self.orig_dtype
         self.orig_dtype = self.sharded_param.dtype

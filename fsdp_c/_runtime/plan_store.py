@@ -32,8 +32,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 OFF = "off"
 _EQUAL = "equal"
-_SLEEP = (0.001, 1.0)
-"""The shortest and the longest time between two requests of a rank that waits, in seconds."""
+_POLL_SECONDS = (0.001, 1.0)
+"""The shortest and the longest time between two requests of a rank that waits."""
 
 _logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 _comparisons: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -115,7 +115,7 @@ def _wait(store: dist.Store, key: str, deadline: float) -> str:
         if now > deadline:
             waited = f"{now - begin:.0f} s"
             raise TimeoutError(f"not all ranks have begun their first forward within {waited}")
-        shortest, longest = _SLEEP
+        shortest, longest = _POLL_SECONDS
         time.sleep(min(longest, max(shortest, 0.1 * (now - begin))))
     return store.get(key).decode()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from .plotting import require_matplotlib
 IMPLEMENTATIONS = ("torch", "fsdp_c")
 COLORS = {"torch": "#8c8c8c", "fsdp_c": "#1f77b4"}
 MAX_ROWS = 20
-"""Most steps that the table lists. Steps with differences have priority."""
+"""The largest number of steps that the table lists. Steps with differences have priority."""
 
 
 def describe_job(arguments: tuple[str, ...], result: Comparison) -> str:
@@ -177,9 +178,11 @@ def _name_nonfinite(value: Any) -> Any:
     return [*map(_name_nonfinite, value)] if isinstance(value, (list, tuple)) else value
 
 
-def _list_values(result: Comparison, value: Any, implementation: str) -> list[float | None]:
+def _list_values(
+    result: Comparison, compute: Callable[[str, int], float | None], implementation: str
+) -> list[float | None]:
     name = result.list_run_names(implementation)[0]
-    return [value(name, step) for step in range(1, result.count_steps() + 1)]
+    return [compute(name, step) for step in range(1, result.count_steps() + 1)]
 
 
 def plot_comparison(path: Path, arguments: tuple[str, ...], result: Comparison) -> None:
@@ -224,10 +227,10 @@ def _draw_losses(axes: Any, result: Comparison) -> None:
 
 def _draw_times(axes: Any, result: Comparison) -> None:
     for i, name in enumerate(IMPLEMENTATIONS):
-        seconds = [1000 * s for steps in result.list_step_seconds(name) for s in steps]
-        if seconds:
-            spread = [i + 0.3 * (k / len(seconds) - 0.5) for k in range(len(seconds))]
-            axes.scatter(spread, seconds, s=16, color=COLORS[name], alpha=0.7)
+        times = [1000 * s for steps in result.list_step_seconds(name) for s in steps]
+        if times:
+            positions = [i + 0.3 * (k / len(times) - 0.5) for k in range(len(times))]
+            axes.scatter(positions, times, s=16, color=COLORS[name], alpha=0.7)
             median = 1000 * (result.compute_median_seconds(name) or 0)
             axes.hlines(median, i - 0.3, i + 0.3, color=COLORS[name], linewidth=2)
             axes.annotate(f"{median:.4g}", (i + 0.32, median), va="center")
@@ -254,8 +257,8 @@ def _draw_differences(axes: Any, result: Comparison) -> None:
 
 
 def _draw_bars(axes: Any, values: list[float], title: str) -> None:
-    bars = axes.bar(IMPLEMENTATIONS, values, color=[COLORS[name] for name in IMPLEMENTATIONS],
-                    width=0.5)  # fmt: skip
+    colors = [COLORS[name] for name in IMPLEMENTATIONS]
+    bars = axes.bar(IMPLEMENTATIONS, values, color=colors, width=0.5)
     axes.bar_label(bars, fmt="%.0f")
     _style_axes(axes, title)
 

@@ -57,12 +57,11 @@ def run(
 
 
 def _describe_unit(unit: UnitSizes) -> dict[str, Any]:
-    smaller = unit.reshard is not True and unit.reshard
     return {
         "state": unit.state,
         "world": unit.world,
         "replicas": unit.replicas,
-        "post_forward_world": int(unit.reshard) if smaller else 0,
+        "post_forward_world": 0 if isinstance(unit.reshard, bool) else unit.reshard,
         "reduce": None if unit.reduce_dtype is None else str(unit.reduce_dtype),
         "bucket_bytes": unit.bucket_bytes,
         "reshard_after_forward": bool(unit.reshard),

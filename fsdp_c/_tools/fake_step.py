@@ -126,7 +126,7 @@ def record_events(
     param_indices: Mapping[int, tuple[int, int]],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    compute_loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Trace:
     """Records the events of one forward and backward of ``model``.
 
@@ -138,7 +138,7 @@ def record_events(
         dtype_of: Function that returns the compute dtype of a parameter.
         param_indices: Maps the ``id`` of a parameter to (unit, index in the unit).
         args, kwargs: The arguments of forward. Only sizes and dtypes of tensors are used.
-        loss: Function that returns the loss of the output. ``None`` uses the output's ``loss``, or
+        compute_loss: Returns the loss of the output. ``None`` uses the output's ``loss``, or
             else the sum of its tensors.
 
     Raises:
@@ -162,16 +162,16 @@ def record_events(
             storages.exclude([t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)])
             undo.enter_context(storages)
             output = model(*args, **kwargs)
-            loss_value = (loss or _get_loss)(output)
+            loss = (compute_loss or _get_loss)(output)
             del output
             trace.add_event("backward")
-            loss_value.backward()
+            loss.backward()
         except Exception as error:
             raise ValueError(
                 f"cannot record the memory of {type(model).__name__}: it cannot run on fake "
                 f"tensors of the batch's sizes and dtypes: {type(error).__name__}: {error}"
             ) from error
-        del loss_value
+        del loss
         trace.add_event("end")
     return trace
 
@@ -254,12 +254,12 @@ def _replace_elements(container: Any, elements: Any) -> None:
 
 @contextlib.contextmanager
 def _remove_fsdp_c_hooks(model: nn.Module) -> Iterator[None]:
-    """Removes fsdp_c's forward hooks inside the context."""
+    """Removes fsdp_c's forward hooks within the context."""
     removed_hooks: list[tuple[Any, dict[int, Any]]] = []
     try:
         for module in model.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                own_keys = {key: hook for key, hook in hooks.items() if isinstance(hook, _C.Hook)}
+                own_keys = [key for key, hook in hooks.items() if isinstance(hook, _C.Hook)]
                 if own_keys:
                     removed_hooks.append((hooks, dict(hooks)))
                     for key in own_keys:

@@ -233,7 +233,7 @@ def _make_state_sizes(
     """
     root = len(earlier)
     for index, sizes in enumerate(earlier):
-        if sizes.root == index and fsdp_units.is_below(state, states[index]):
+        if sizes.root == index and fsdp_units.belongs_to_root(state, states[index]):
             root = index
             break
 

@@ -53,17 +53,19 @@ def test_has_parameter_of_module_without_code_returns_none() -> None:
 
 
 @pytest.mark.parametrize("wrap", [pass_through, wrapped, functools.partial])
-def test_find_expected_of_wrapped_torch_function_returns_torch_function(
+def test_find_torch_object_of_wrapped_torch_function_returns_torch_function(
     monkeypatch: pytest.MonkeyPatch, wrap: Any
 ) -> None:
     own = param_group.foreach_reduce
     monkeypatch.setattr(param_group, "foreach_reduce", wrap(own))
-    assert originals.find_expected(param_group, "foreach_reduce") is own
+    assert originals.find_torch_object(param_group, "foreach_reduce") is own
 
 
-def test_find_expected_of_opaque_replacement_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_torch_object_of_opaque_replacement_returns_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(param_group, "foreach_reduce", opaque)
-    assert originals.find_expected(param_group, "foreach_reduce") is None
+    assert originals.find_torch_object(param_group, "foreach_reduce") is None
 
 
 _saved_constructor = FSDPParamGroup.__init__
@@ -79,13 +81,13 @@ def test_find_original_returns_function_in_global_variable_of_the_replacement() 
     assert own is _saved_constructor
 
 
-def test_find_expected_returns_none_for_class_replaced_by_subclass(
+def test_find_torch_object_returns_none_for_class_replaced_by_subclass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "RegisterPostBackwardFunction"
     library = type(name, (RegisterPostBackwardFunction,), {"__module__": "library"})
     monkeypatch.setattr(param_group, name, library)
-    assert originals.find_expected(param_group, name) is None
+    assert originals.find_torch_object(param_group, name) is None
 
 
 def test_find_original_of_method_wrapped_by_torch_compiler_disable_returns_the_method() -> None:
