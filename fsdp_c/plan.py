@@ -77,12 +77,12 @@ def plan(
     Raises:
         ValueError: ``world_size`` and mesh are missing, or the mesh has more than two dimensions.
             Or planning of ``auto_shard`` fails, or forward raises on fake tensors of the batch. Or
-            ``batch`` is passed with tensor parallelism.
-        ValueError: ``reshard_after_forward`` does not divide the number of ranks.
+            ``batch`` is passed with tensor parallelism. Or ``reshard_after_forward`` does not
+            divide the number of ranks.
         TypeError: An argument has another type, or ``fully_shard`` does not have it.
     """
     require_module(model, "plan")
-    shape = _resolve_mesh_shape(world_size, mesh)
+    replicas, ranks = _resolve_mesh_shape(world_size, mesh)
     kwargs: dict[str, Any] = dict(fully_shard_kwargs)
     inspect.signature(fully_shard).bind(model, **kwargs)
     memory_bytes = None if memory is None else parse_bytes(memory)
@@ -93,16 +93,16 @@ def plan(
         ignored_params=ignored_params,
         max_transient=max_transient,
         min_unit=min_unit,
-        ranks=shape[1],
+        ranks=ranks,
         **kwargs,
     )
     for unit in units:
-        _check_reshard(unit.kwargs.get("reshard_after_forward"), shape[1])
+        _check_reshard(unit.kwargs.get("reshard_after_forward"), ranks)
     on_cpu = _parse_device_type(device) == "cpu"
-    layout = unit_bytes.make_planned_layout(model, units, shape, on_cpu)
+    layout = unit_bytes.make_planned_layout(model, units, (replicas, ranks), on_cpu)
     optimizer_cost = compute_optimizer_cost(optimizer, layout, on_cpu)
     explanation = make_explanation(
-        title=f"{type(model).__name__} on {shape[1] if shape[0] == 1 else shape} ranks",
+        title=f"{type(model).__name__} on {ranks if replicas == 1 else (replicas, ranks)} ranks",
         warnings=[],
         layout=layout,
         sharding=make_sharding(layout, model, optimizer_cost, on_cpu),

@@ -47,18 +47,17 @@ from .mixed_precision import (
     get_reduce_dtype,
     widen_to_complex,
 )
-from .param_shard import copy_user_attributes
+from .param_shard import SmallerMesh, copy_user_attributes
 from .replaced_shard import GroupOfParam, ReplaceableShard
 from .typed_params import drop_types, is_typed, make_dtensor, pause_type_check
 
 
 def _get_smaller_mesh(
     mesh_info: DataParallelMeshInfo, post_forward: FSDPMeshInfo | None
-) -> tuple[int, int] | None:
-    """Returns world size and rank of the smaller mesh to reshard to after forward, or None."""
+) -> SmallerMesh | None:
     if post_forward is None or post_forward == mesh_info:
         return None
-    return post_forward.shard_mesh_size, post_forward.shard_mesh_rank
+    return SmallerMesh(post_forward.shard_mesh_size, post_forward.shard_mesh_rank)
 
 
 def name_like_torch_hook(
@@ -351,8 +350,8 @@ class Param(ReplaceableShard):
             return
         super().init_unsharded_param()
         if has_extension:
-            smaller = _get_smaller_mesh(self.mesh_info, self.post_forward_mesh_info)
-            extensions.release_outputs(self, smaller is not None)
+            smaller_mesh = _get_smaller_mesh(self.mesh_info, self.post_forward_mesh_info)
+            extensions.release_outputs(self, smaller_mesh is not None)
 
     def __repr__(self) -> str:
         return f"Param(fqn={self._param_fqn}, orig_size={self._orig_size})"

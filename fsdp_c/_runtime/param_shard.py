@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import Enum
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -88,6 +88,13 @@ def _resolve_shard_dim(placement: Shard | None, param: torch.Tensor, local: torc
     return dim
 
 
+class SmallerMesh(NamedTuple):
+    """The ranks to which parameters are resharded after forward."""
+
+    size: int
+    rank: int
+
+
 class ParamShard(_C.Param, FSDPParam, MissingParamMembers):
     """The part of ``Param`` that shards the original parameter and wraps shards in DTensors."""
 
@@ -117,7 +124,7 @@ class ParamShard(_C.Param, FSDPParam, MissingParamMembers):
         param: nn.Parameter,
         placement: Shard | None,
         mesh_info: DataParallelMeshInfo,
-        smaller_mesh: tuple[int, int] | None,
+        smaller_mesh: SmallerMesh | None,
     ) -> int:
         """Initializes the base class with the sizes of the shards. Returns the sharded dimension.
 
@@ -168,15 +175,15 @@ class ParamShard(_C.Param, FSDPParam, MissingParamMembers):
         self._sharded_param_data = padded.view(-1)
         self._note_shard()
 
-    def _init_post_forward_size(self, smaller_mesh: tuple[int, int] | None) -> None:
+    def _init_post_forward_size(self, smaller_mesh: SmallerMesh | None) -> None:
         """Sets the size of the shard between forward and backward.
 
-        ``smaller_mesh``: world size and rank, or None if the shard stays that of ``mesh_info``.
+        ``smaller_mesh``: None if the shard stays that of ``mesh_info``.
         """
         self.sharded_post_forward_size = self.sharded_size
         if smaller_mesh is not None:
-            rows = -(-self._orig_size[0] // smaller_mesh[0])
-            start = min(smaller_mesh[1] * rows, self._orig_size[0])
+            rows = -(-self._orig_size[0] // smaller_mesh.size)
+            start = min(smaller_mesh.rank * rows, self._orig_size[0])
             own_rows = min(rows, self._orig_size[0] - start)
             self.sharded_post_forward_size = torch.Size((own_rows, *self._orig_size[1:]))
         self.contiguous_sharded_post_forward_stride = get_contiguous_strides(

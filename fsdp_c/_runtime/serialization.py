@@ -77,8 +77,8 @@ def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-_WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+")
-"""The names of wrapped modules in DistributedDataParallel and torch.compile."""
+_WRAPPER_PREFIXES = re.compile(r"^((module|_orig_mod)\.)+")
+"""Matches the names that DistributedDataParallel and torch.compile add before a key."""
 
 
 def _find_loading_hint(module: nn.Module, state: Mapping[str, Any]) -> str | None:
@@ -89,7 +89,7 @@ def _find_loading_hint(module: nn.Module, state: Mapping[str, Any]) -> str | Non
     }
     name = get_class_name(module)
     if not own_state.keys() & state.keys():
-        stripped_names = {_WRAPPERS.sub("", key) for key in state}
+        stripped_names = {_WRAPPER_PREFIXES.sub("", key) for key in state}
         if own_state.keys() & stripped_names:
             return (
                 f"The keys are those of {name} in a wrapper (DistributedDataParallel, "

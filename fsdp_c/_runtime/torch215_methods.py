@@ -104,13 +104,13 @@ def set_manual_backward_finalization(self: Any, enabled: bool) -> None:
     """
     context = _get_root_state(self, "set_manual_backward_finalization")._state_ctx
     if bool(enabled) != context.manual_finalization:
-        for is_active, time in (
+        for is_active, period in (
             (context.post_backward_final_callback_queued, "during backward"),
             (context.reduction_pending, "after backward starts"),
         ):
             if is_active:
                 raise RuntimeError(
-                    f"set_manual_backward_finalization cannot change mode {time}: call "
+                    f"set_manual_backward_finalization cannot change mode {period}: call "
                     "finalize_backward() first, and wait() of its handle, or reset_iter_state() "
                     "after an exception"
                 )

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-CHUNK = 4 << 20
-"""Bytes, or elements of a norm, that are copied at a time."""
+CHUNK_BYTES = 4 << 20
+CHUNK_ELEMENTS = 4 << 20
+"""The largest parts that are copied at a time, of a tensor to hash and of a norm."""
 
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 """Components that wrappers add to parameter names. ``fsdp_c.names`` has the same set."""
@@ -69,7 +70,7 @@ def _add_bits(hasher: Any, tensor: torch.Tensor) -> None:
         size = flat.numel() * flat.element_size()
         hasher.update((ctypes.c_char * size).from_address(flat.data_ptr()))
         return
-    for chunk in flat.split(CHUNK // flat.element_size()):
+    for chunk in flat.split(CHUNK_BYTES // flat.element_size()):
         _add_bits(hasher, chunk.cpu())
 
 
@@ -82,7 +83,7 @@ def compute_squared_norm(tensor: torch.Tensor | None) -> float:
         for plain in list_plain_tensors(tensor.detach()):
             if plain.is_meta or not (plain.is_floating_point() or plain.is_complex()):
                 continue
-            for chunk in plain.reshape(-1).split(CHUNK):
+            for chunk in plain.reshape(-1).split(CHUNK_ELEMENTS):
                 real_chunk = torch.view_as_real(chunk) if chunk.is_complex() else chunk
                 total += float(real_chunk.double().square().sum())
     return total

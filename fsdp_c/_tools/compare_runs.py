@@ -29,11 +29,11 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 10.0
 """Seconds that ranks may continue after one has failed, so that they can fail with a message."""
 
-STORE_LIMIT = 60.0
+ANSWER_SECONDS = 60.0
 """Seconds to wait for a supervisor that has nothing to do but to answer."""
 
-CHUNK = 1 << 20
-"""Bytes of a value in the store."""
+CHUNK_BYTES = 1 << 20
+"""The largest number of bytes of one value in the store."""
 
 TAIL_LINES = 25
 """Lines of a failed rank's output that are shown."""
@@ -115,13 +115,13 @@ class Supervisor:
                     "give --nproc-per-node to torchrun, which started this rank, not to compare"
                 )
             store, rank, world = next(
-                dist.rendezvous("env://", timeout=timedelta(seconds=STORE_LIMIT))
+                dist.rendezvous("env://", timeout=timedelta(seconds=ANSWER_SECONDS))
             )
             store = dist.PrefixStore("fsdp_c_compare", store)
             return cls([rank], world, store, is_torchrun=True)
         return cls(list(range(processes or 1)), processes or 1, dist.HashStore())
 
-    def environment(self, rank: int) -> dict[str, str]:
+    def make_environment(self, rank: int) -> dict[str, str]:
         """Returns the variables that torchrun would set for ``rank``; empty under torchrun."""
         if self.is_torchrun:
             return {}
@@ -136,12 +136,12 @@ class Supervisor:
     def put(self, key: str, value: Any) -> None:
         """Stores a value that JSON can represent."""
         data = zlib.compress(json.dumps(value).encode())
-        chunks = [data[i : i + CHUNK] for i in range(0, len(data), CHUNK)]
+        chunks = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
         for i, chunk in enumerate(chunks):
             self.store.set(f"{key}/{i}", chunk)
         self.store.set(key, str(len(chunks)))
 
-    def get(self, key: str, limit: float = STORE_LIMIT) -> Any:
+    def get(self, key: str, limit: float = ANSWER_SECONDS) -> Any:
         """Waits at most ``limit`` seconds for a value.
 
         Raises:
@@ -164,9 +164,8 @@ class Supervisor:
     def finish(self, code: int | None) -> int:
         """Ends all supervisors with the exit code of the first one.
 
-        Only the first one gives ``code``; the others give None.
-        torchrun stops the other ranks as soon as one has failed, so none may exit before the first
-        supervisor has printed its report.
+        Only the first one gives ``code``; the others give None. torchrun stops the other ranks as
+        soon as one has failed, so none may exit before the first supervisor has printed its report.
         """
         if self.is_first:
             self.put("code", code)
@@ -215,14 +214,14 @@ class Launch:
             server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             supervisor.put(f"{key}/port", server.port)
         try:
-            port = supervisor.get(f"{key}/port", self.job.timeout + STORE_LIMIT)
+            port = supervisor.get(f"{key}/port", self.job.timeout + ANSWER_SECONDS)
             for rank in supervisor.ranks:
                 self.children.append(self._start(rank, port))
             self._wait(key)
         finally:
             for child in self.children:
                 stop_group(child.process)
-        limit = self.job.timeout + GRACE_SECONDS + STORE_LIMIT
+        limit = self.job.timeout + GRACE_SECONDS + ANSWER_SECONDS
         exits = [supervisor.get(f"{key}/exit/{r}", limit) for r in range(supervisor.world_size)]
         del server  # the children that used it have exited
         return [Exit(**fields) for fields in exits]
@@ -253,7 +252,7 @@ class Launch:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, *_interpreter_options(), str(OBSERVER), str(settings)],
-                env=self._environment(rank, port),
+                env=self._make_environment(rank, port),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -261,8 +260,8 @@ class Launch:
             )
         return Child(rank, process, record, log)
 
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
-        environment = {**os.environ, **self.supervisor.environment(rank)}
+    def _make_environment(self, rank: int, port: int) -> dict[str, str]:
+        environment = {**os.environ, **self.supervisor.make_environment(rank)}
         for name in ("FSDP_C", "TORCHELASTIC_ERROR_FILE"):
             environment.pop(name, None)
         if self.run.implementation == "fsdp_c":

@@ -288,7 +288,7 @@ def test_rank_without_world_size_is_not_a_process_of_torchrun(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     supervisor = compare_runs.Supervisor.connect(2)
     assert supervisor.ranks == [0, 1]
-    variables = supervisor.environment(1)
+    variables = supervisor.make_environment(1)
     assert [variables[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["1", "1", "2"]
 
 
