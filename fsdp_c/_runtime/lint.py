@@ -151,11 +151,11 @@ def check_blocks_in_root(model: nn.Module, groups: list[tuple[str, Any]]) -> lis
     if not layers_in_root:
         return []
     if len(layers_in_root) == 1:
-        role = "is a repeated layer but no unit: its"
+        phrase = "is a repeated layer but no unit: its"
     else:
-        role = "are repeated layers but no units: their"
+        phrase = "are repeated layers but no units: their"
     return [
-        f"{format_names(layers_in_root)} {role} parameters are gathered with the root's and stay "
+        f"{format_names(layers_in_root)} {phrase} parameters are gathered with the root's and stay "
         "unsharded through forward and backward. Call fully_shard on each before the root"
     ]
 
