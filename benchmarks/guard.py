@@ -74,11 +74,11 @@ class Run:
         for unit in self.units:
             unit.reshard()
 
-    def read_gather(self) -> float:
+    def compute_gather_time(self) -> float:
         """Returns the time of one gather in us."""
         return compute_first_percentile(self.issues) + compute_first_percentile(self.waits)
 
-    def read_step(self) -> float:
+    def compute_step_time(self) -> float:
         """Returns the time of a step per unit and operation, in us."""
         return compute_first_percentile(self.timed.times) / len(self.units) / STEP_OPERATIONS
 
@@ -118,8 +118,8 @@ def measure(options: argparse.Namespace, transport: str) -> dict[str, float]:
             runs[mode].timed.step()
     finally:
         gc.enable()
-    gather = {mode: run.read_gather() for mode, run in runs.items()}
-    step = {mode: run.read_step() for mode, run in runs.items()}
+    gather = {mode: run.compute_gather_time() for mode, run in runs.items()}
+    step = {mode: run.compute_step_time() for mode, run in runs.items()}
     return {
         "gather": gather["off"],
         "gather: guard": gather["on"] - gather["off"],

@@ -21,11 +21,16 @@ class Goal(NamedTuple):
 
 
 def make_step_goal(
-    title: str, model: str, names: tuple[str, str], metric: str, bound: float, minimum: bool = True
+    title: str,
+    model: str,
+    names: tuple[str, str],
+    metric: str,
+    bound: float,
+    is_minimum: bool = True,
 ) -> Goal:
     """Returns a goal for the ratio of two implementations in a step with the optimizer."""
     keys = [("models", model, "costs", name, "with", metric) for name in names]
-    return Goal(title, "steps", keys[0], bound, minimum, keys[1])
+    return Goal(title, "steps", keys[0], bound, is_minimum, keys[1])
 
 
 def make_cuda_goals() -> Iterator[Goal]:

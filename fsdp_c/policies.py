@@ -19,6 +19,7 @@ from ._auto_shard.module_tree import (
     find_large_ends,
     find_repeated_blocks,
     is_bare_container,
+    iterate_children,
     iterate_children_first,
 )
 from ._auto_shard.unit import Kwargs, Unit
@@ -213,7 +214,7 @@ def _run_callable(
         recurse = recurse and policy(module=module, recurse=True, nonwrapped_numel=numel)
         wrapped_numel = 0
         if recurse or always_selected:
-            inner = [child for child in module.children() if child not in ignored_modules]
+            inner = [child for _, child in iterate_children(module) if child not in ignored_modules]
             wrapped_numel = sum(visit(child, recurse) for child in inner)
         if module is root or is_bare_container(module):
             return wrapped_numel

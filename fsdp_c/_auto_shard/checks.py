@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import _common_utils
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
+from .module_tree import iterate_children
 from .unit import Unit
 
 
@@ -87,8 +88,8 @@ def managed_param_to_fqn(
         for own_name, param in submodule.named_parameters(recurse=False):
             if param not in ignored_params:
                 fqns[param] = prefix_of_children + own_name
-        for own_name, child in submodule.named_children():
-            if child is not None and child not in visited:
+        for own_name, child in iterate_children(submodule):
+            if child not in visited:
                 visited.add(child)
                 queue.append((child, prefix_of_children + own_name))
     return fqns

@@ -10,12 +10,19 @@ import torch.nn as nn
 from torch.nn.utils.parametrize import is_parametrized
 
 
+def iterate_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields names and children. An override of ``named_children()`` may yield None as a child."""
+    for name, child in module.named_children():
+        if child is not None:
+            yield name, child
+
+
 def iterate_children_first(root: nn.Module) -> Iterator[nn.Module]:
     """Yields every module once in post-order, children in registration order, ``root`` last."""
     visited = {root}
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
+        for _, child in iterate_children(module):
             if child not in visited:
                 visited.add(child)
                 yield from visit(child)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 
 import torch.nn as nn
 
+from .module_tree import iterate_children
 from .unit import Kwargs, Unit
 
 
@@ -23,9 +24,8 @@ def iterate_enclosing_units(
     ) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]]:
         yield module, enclosing
         inner = (*enclosing, module) if module in units else enclosing
-        for _, child in module.named_children():
-            if child is not None:
-                yield from visit(child, inner)
+        for _, child in iterate_children(module):
+            yield from visit(child, inner)
 
     return visit(root, ())
 
@@ -42,9 +42,8 @@ def find_owners(
         for name, param in module._parameters.items():
             if param is not None and param not in ignored_params:
                 owners.setdefault(param, {}).setdefault(unit, prefix + name)
-        for name, child in module.named_children():
-            if child is not None:
-                visit(child, f"{prefix}{name}.", unit)
+        for name, child in iterate_children(module):
+            visit(child, f"{prefix}{name}.", unit)
 
     visit(model, "", units[-1])
     return owners

@@ -15,8 +15,7 @@ def match_names(
     model: nn.Module, targets: dict[str, Any], header: Header, strict: bool, ranks: LoadingRanks
 ) -> _IncompatibleKeys:
     """Returns missing and unexpected names; raises the errors of ``load_state_dict``."""
-    names_in_source = [*header.tensors, *header.objects, *header.unsent]
-    source_names = set(names_in_source)
+    source_names = dict.fromkeys([*header.tensors, *header.objects, *header.unsent])
     tied = {  # one name of a tied parameter is sufficient
         id(value)
         for name, value in targets.items()
@@ -27,7 +26,7 @@ def match_names(
         for name, value in targets.items()
         if name not in source_names and (is_extra_state(name) or id(value) not in tied)
     ]
-    unexpected = [name for name in names_in_source if name not in targets]
+    unexpected = [name for name in source_names if name not in targets]
     problems = []
     if strict and missing:
         names = ", ".join(f'"{name}"' for name in missing)

@@ -38,7 +38,7 @@ Kinds = list[tuple[Any, Any]]
 _PARALLEL_NUMEL = 32768
 """Elements above which torch's own operators use several threads."""
 
-_TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+_DISPATCH_MODE_KEYS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 # ---- float32 gradients on the CPU, 2-norm --------------------------------------------------------
@@ -80,7 +80,7 @@ def make_scalar(value: float) -> torch.Tensor:
 
 def is_tracing() -> bool:
     """Whether a dispatch mode traces operations (fake tensors, make_fx, AOT)."""
-    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _DISPATCH_MODE_KEYS)
 
 
 # ---- any order, dtype, device and mixture of placements ------------------------------------------
