@@ -235,7 +235,7 @@ def print_results(
     """
     print(f"{title}: us of CPU time per group and step, minus those of the bare model")
     shown = [params for params in rows if params in PRINTED_COUNTS] or list(rows)
-    lines = [
+    table = [
         [
             params,
             *(rows[params][k] for k in ("bare", "torch", "fsdp_c")),
@@ -243,7 +243,7 @@ def print_results(
         ]
         for params in shown
     ]
-    print(format_table(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], lines))
+    print(format_table(["parameters", "bare", "torch", "fsdp_c", "torch/fsdp_c"], table))
     fits = {}
     for name in implementations if len(rows) > 1 else ():
         line = statistics.linear_regression(list(rows), [row[name] for row in rows.values()])

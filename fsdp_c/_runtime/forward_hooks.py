@@ -30,14 +30,15 @@ def replace_hooks(state: Any) -> None:
         handles = handles[0].handles
     new_hooks: dict[int, _C.Hook] = {}
     for module in modules:
-        for is_post, hooks in enumerate((module._forward_pre_hooks, module._forward_hooks)):
+        for is_post in (False, True):
+            hooks = module._forward_hooks if is_post else module._forward_pre_hooks
             for key in [handle.id for handle in handles if handle.id in hooks]:
                 hook = hooks[key]
                 if not _is_hook(hook, state._post_forward if is_post else state._pre_forward):
                     continue
                 if id(hook) not in new_hooks:
                     _weaken_closure(hook, modules)
-                    new_hooks[id(hook)] = _C.Hook(state, bool(is_post), hook, module_set)
+                    new_hooks[id(hook)] = _C.Hook(state, is_post, hook, module_set)
                 hooks[key] = new_hooks[id(hook)]
 
 
