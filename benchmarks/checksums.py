@@ -34,7 +34,7 @@ ALL_JOBS = JOBS | {
     "medium, 8 sequences": lambda: make_gpt_job(GPTConfig(layers=8, width=512, heads=8), 8)
 }
 """A longer step per parameter makes the relative cost smaller. ``medium`` has one sequence."""
-DEFAULT = ["small", "medium", "medium, 8 sequences"]
+DEFAULT_MODELS = ["small", "medium", "medium, 8 sequences"]
 MODES: dict[str, GuardMode] = {"off": "off", "on": "on", "hash": "hash", "control": "on"}
 RATIOS = (("on", "off"), ("hash", "on"), ("control", "on"))
 
@@ -90,7 +90,7 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Costs of the guard in whole steps.")
-    parser.add_argument("--models", nargs="+", choices=list(ALL_JOBS), default=DEFAULT)
+    parser.add_argument("--models", nargs="+", choices=list(ALL_JOBS), default=DEFAULT_MODELS)
     parser.add_argument("--rounds", type=parse_positive, default=60)
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()

@@ -142,7 +142,7 @@ def main() -> None:
     mesh = make_fake_mesh(WORLD_SIZE)
     implementations = get_implementations()
     results: dict[str, Any] = {"groups": options.groups, "world_size": WORLD_SIZE}
-    lines = []
+    table = []
     for precision in POLICIES:
         for params in options.params:
             peaks = {
@@ -153,10 +153,10 @@ def main() -> None:
             for phase in ("forward", "backward"):
                 torch_value, fsdp_c_value = (peaks[name][phase] for name in ("torch", "fsdp_c"))
                 quotient = torch_value / fsdp_c_value
-                lines.append([precision, str(params), phase, torch_value, fsdp_c_value, quotient])
+                table.append([precision, str(params), phase, torch_value, fsdp_c_value, quotient])
     print("peak transient memory, in units of one group's full parameters")
     print(
-        format_table(["precision", "parameters", "phase", "torch", "fsdp_c", "torch/fsdp_c"], lines)
+        format_table(["precision", "parameters", "phase", "torch", "fsdp_c", "torch/fsdp_c"], table)
     )
     write_json(options.json, "memory", results)
 

@@ -122,7 +122,7 @@ def main() -> None:
     if not reset_peak():
         raise SystemExit("units.py: the kernel does not allow a reset of VmHWM (man 5 proc)")
     results: dict[str, Any] = {"groups": options.groups, "side": options.side}
-    lines = []
+    table = []
     for precision in POLICIES:
         peaks = {}
         implementations = get_implementations()
@@ -142,7 +142,7 @@ def main() -> None:
         results[precision] = peaks
         for phase in ("forward", "backward"):
             torch_value, fsdp_c_value = peaks["torch"][phase], peaks["fsdp_c"][phase]
-            lines.append(
+            table.append(
                 [
                     precision,
                     phase,
@@ -155,7 +155,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print("peak resident memory of a step, in units of one group's full parameters")
         titles = ["precision", "phase", "torch", "fsdp_c", "torch/fsdp_c", OVERLAP]
-        print(format_table(titles, lines))
+        print(format_table(titles, table))
         write_json(options.json, "units", results)
     dist.destroy_process_group()
 

@@ -146,8 +146,10 @@ def get_cache_folder() -> Path | None:
 
 
 def find_libraries() -> list[Path]:
-    """Returns the NVRTC libraries that pip has installed beside torch. Libraries of the CUDA
-    release of torch come first."""
+    """Returns the NVRTC libraries that pip has installed beside torch.
+
+    Libraries of the CUDA release of torch come first.
+    """
     import torch
 
     packages = Path(torch.__file__).resolve().parents[1] / "nvidia"

@@ -75,7 +75,7 @@ FIRST_POLL_PAUSE = 0.05
 Later pauses are longer, up to WAIT_INTERVAL."""
 REQUEST_READ_INTERVAL = 0.8
 """Longest time between two readings of the requests of departing ranks, while a thread waits."""
-ANSWER_LIMIT = 2.5
+REQUEST_LEAD = 2.5
 """Seconds before a report at which the other ranks are requested to publish their positions."""
 READ_COUNT = 256
 """Number of the newest records that the thread reads. It also reads all that a thread waits for."""
@@ -290,7 +290,7 @@ class StallMonitor(threading.Thread):
         if wait.number != self._requested_for[0]:
             self._next_limit = self._limit
         due = (wait.number, self._next_limit)
-        lead = min(ANSWER_LIMIT, self._limit / 2)
+        lead = min(REQUEST_LEAD, self._limit / 2)
         if seconds >= self._next_limit - lead and self._requested_for != due:
             self._requested_for = due
             self._store.add(_REQUESTS, 1)

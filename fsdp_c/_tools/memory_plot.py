@@ -25,19 +25,19 @@ def plot_memory(
 
     step = [sample for sample in timeline.samples if sample.phase != BEFORE]
     samples = _reduce_samples(step or timeline.samples)  # no unit: only the initial memory
-    scale, unit = (2**30, "GiB") if timeline.peak.total >= 2**30 else (2**20, "MiB")
+    scale, byte_unit = (2**30, "GiB") if timeline.peak.total >= 2**30 else (2**20, "MiB")
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes: Any = figure.add_subplot()
     rows = [[sample.bytes[i] / scale for sample in samples] for i in range(len(KINDS))]
     axes.stackplot(range(len(samples)), rows, labels=KINDS, colors=_COLORS, step="post", zorder=2)
     _draw_bands(axes, samples)
-    _mark_peak(axes, samples, timeline, scale, unit)
+    _mark_peak(axes, samples, timeline, scale, byte_unit)
     if memory is not None and memory <= 2 * timeline.peak.total:
         axes.axhline(memory / scale, color="#b03030", linestyle="--", zorder=3)
         axes.text(0, memory / scale, " memory of the rank", color="#b03030", va="bottom")
     axes.set_xlim(0, max(len(samples) - 1, 1))
     axes.set_ylim(0, 1.15 * max(timeline.peak.total, 1) / scale)
-    axes.set_ylabel(f"{unit} on this rank")
+    axes.set_ylabel(f"{byte_unit} on this rank")
     axes.set_title(f"{title}: memory of one step")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
@@ -82,12 +82,14 @@ def _name_phase(sample: Sample) -> str:
     )
 
 
-def _mark_peak(axes: Any, samples: list[Sample], timeline: Timeline, scale: int, unit: str) -> None:
+def _mark_peak(
+    axes: Any, samples: list[Sample], timeline: Timeline, scale: int, byte_unit: str
+) -> None:
     index = max(range(len(samples)), key=lambda i: samples[i].total)
     peak = timeline.peak.total / scale
     is_right_half = index > len(samples) / 2
     axes.annotate(
-        f"{peak:.1f} {unit}, in {timeline.peak}",
+        f"{peak:.1f} {byte_unit}, in {timeline.peak}",
         (index, peak),
         xytext=(-14 if is_right_half else 14, 16),
         textcoords="offset points",
