@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import fully_shard
 
-_IMPORT = """
+_FIRST_USE_SCRIPT = """
 import time, torch, torch.distributed.tensor, torch.distributed.fsdp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
@@ -106,7 +106,7 @@ def measure_first_use(package: str) -> tuple[float, float]:
     root = Path(__file__).resolve().parents[1]
     times = []
     for _ in range(3):
-        command = [sys.executable, "-c", _IMPORT.format(package=package)]
+        command = [sys.executable, "-c", _FIRST_USE_SCRIPT.format(package=package)]
         process = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
         imports, call = process.stdout.split()[-2:]
         times.append((float(imports), float(call)))

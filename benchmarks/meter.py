@@ -85,7 +85,7 @@ def reset_peak() -> bool:
 
 # ---- over time -----------------------------------------------------------------------------------
 
-_SAMPLER = """
+_SAMPLER_SCRIPT = """
 import sys, time
 with open(f"/proc/{sys.argv[1]}/statm") as source, open(sys.argv[2], "w", buffering=1) as target:
     while True:
@@ -104,7 +104,7 @@ def sample_memory_over_time(call: Callable[[], object]) -> list[tuple[float, flo
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "samples")
         target.touch()
-        command = [sys.executable, "-S", "-c", _SAMPLER, str(os.getpid()), str(target)]
+        command = [sys.executable, "-S", "-c", _SAMPLER_SCRIPT, str(os.getpid()), str(target)]
         sampler = subprocess.Popen(command)
         try:
             while not target.read_text():

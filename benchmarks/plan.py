@@ -40,7 +40,7 @@ import fsdp_c
 
 MAX_ERROR = 0.01
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 class Layer(nn.Module):
@@ -146,7 +146,7 @@ def list_jobs() -> Iterator[Job]:
         "gpt, words": lambda: Gpt(128, 4, 20000),
         "gpt, checkpoints": lambda: Gpt(256, 6, 1000, checkpointed=True),
     }
-    policies = {"fp32": {}, "mixed": {"mp_policy": MIXED}, "bf16": {"mp_policy": HALF}}
+    policies = {"fp32": {}, "mixed": {"mp_policy": MIXED}, "bf16": {"mp_policy": BF16}}
     for name, model in gpts.items():
         for precision, shard in policies.items():
             for size in (1, 16):

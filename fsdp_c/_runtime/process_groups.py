@@ -227,11 +227,11 @@ class GroupCommunication(GroupCollectives):
         )
         has_fake_params = any(is_fake_param(param.sharded_param) for param in self.fsdp_params)
         groups = list_process_groups(self._mesh_info, self._smaller_mesh_info)
-        replicas = groups[2]
+        _, _, replicate_group, _ = groups
         has_foreign_groups = any(
             g is not None and not isinstance(g, dist.ProcessGroup) for g in groups
         )
-        has_variable_size = replicas is not None and has_own_size(replicas)
+        has_variable_size = replicate_group is not None and has_own_size(replicate_group)
         needs_fallback = has_fake_params or has_foreign_groups
         allocators = (
             _get_allocator(

@@ -17,7 +17,7 @@ from typing import Any
 from .. import _C
 
 CAPACITY = 4096
-"""Records of a process."""
+"""The largest number of records of a process."""
 FORMAT = 1
 """Number of the format of files. Files of another number are refused."""
 

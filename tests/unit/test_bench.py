@@ -126,7 +126,7 @@ def test_benchmark_meter_measures_memory_page_faults_and_time_of_allocation() ->
 def test_memory_sampler_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     import meter
 
-    monkeypatch.setattr(meter, "_SAMPLER", "raise SystemExit(3)")
+    monkeypatch.setattr(meter, "_SAMPLER_SCRIPT", "raise SystemExit(3)")
     with pytest.raises(RuntimeError, match="the sampler ended with exit code 3"):
         meter.sample_memory_over_time(lambda: None)
 
