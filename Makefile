@@ -140,7 +140,7 @@ test: build
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-c test-assert
 	$(PY) -m pytest $(PYTEST_ARGS) --junitxml=build/tests.xml tests
 
-# Tests that cover most transitions of the core, with the assertions of csrc/core enabled (see fc_group_check).
+# Tests that cover most transitions of the core, with the assertions of the C files enabled (see fc_group_check).
 test-assert: build
 	@rm -rf $(ASSERT_LIB) $(TORCH_OUTCOMES)
 	@FSDP_C_ASSERT=1 $(PY) setup.py build --build-lib $(ASSERT_LIB) > build/log-assert.txt 2>&1 \

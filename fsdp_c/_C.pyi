@@ -293,7 +293,7 @@ class Hook:
         cls,
         state: State,
         post: bool,
-        shown: Callable[..., Any],
+        torch_hook: Callable[..., Any],
         modules: MutableSet[nn.Module] | None = None,
     ) -> Hook: ...
     def __getattr__(self, name: str) -> Any: ...

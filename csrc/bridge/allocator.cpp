@@ -26,6 +26,7 @@ struct Allocator {
     const char *name;
     bool has_group; /* the source is a process group */
     bool (*serves)(const Source &source, c10::Device device);
+    /* `user`: the process group of the collective; see fct_allocator_empty. */
     at::Tensor (*empty)(const Source &source, fct_pg *user, int64_t numel, c10::ScalarType type,
                         c10::Device device);
 };

@@ -440,7 +440,7 @@ int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out) {
     });
 }
 
-bool fct_functorch_hooked(void) {
+bool fct_has_functorch(void) {
 #if FCT_TORCH_AT_LEAST(2, 13)
     return fct::functorch_active();
 #else

@@ -39,24 +39,25 @@ FCT_CHECK int fct_autograd_node(fct_tensor *const *in, size_t n, const fct_hook 
 fct_tensor *const *fct_autograd_node_grads(size_t *count);
 void fct_autograd_node_set_grad(size_t index, fct_tensor *grad);
 /* Calls hook whenever the gradient of t has been computed, like Tensor.register_hook with a hook
- * that returns None. t requires grad, and may be a leaf. The owner is a Python object. A leaf holds
- * the owner weakly, and does not add the same hook twice. */
+ * that returns None. t requires grad, and may be a leaf. The owner is a Python object. On a leaf
+ * the hook refers to the owner weakly, and a second call with the same hook has no effect. */
 FCT_CHECK int fct_autograd_on_grad(fct_tensor *t, const fct_hook *hook);
 /* Calls hook each time autograd has accumulated into .grad of this leaf, on the thread that runs
  * backward, until the subscription is freed. The subscription holds no reference to the owner:
  * retain and release are not used. */
 FCT_CHECK int fct_autograd_subscribe(fct_tensor *leaf, const fct_hook *hook,
                                      fct_grad_subscription **out);
-/* Whether no graph has the leaf's node, which holds a reference to the leaf. */
+/* Whether only the subscription holds the leaf's node, and no graph. The node holds a reference to
+ * the leaf. */
 bool fct_grad_subscription_owns_node(const fct_grad_subscription *subscription);
 void fct_grad_subscription_free(fct_grad_subscription *subscription); /* NULL is allowed */
 /* Calls hook at the end of the current backward pass. */
 FCT_CHECK int fct_autograd_at_end(const fct_hook *hook);
 /* Returns a new tensor, t.to(dtype) with autograd history. For forward inputs and outputs. */
 FCT_CHECK int fct_cast_differentiable(fct_tensor *t, fct_dtype dtype, fct_tensor **out);
-/* Whether functorch transforms are active on this thread and torch's FSDP2 hooks support them
- * (since 2.13). */
-bool fct_functorch_hooked(void);
+/* Whether functorch transforms are active on this thread. Always false before torch 2.13, because
+ * its FSDP2 hooks do not support them. */
+bool fct_has_functorch(void);
 /* Disables functorch's transforms on this thread, so that tensors are plain. Returns NULL if none
  * is active. resume enables the transforms again, and accepts NULL. Pauses on a thread must be
  * nested. */

@@ -6,11 +6,12 @@
  * for.
  *
  * Waits for gloo must be interruptible by signals, and gloo's works do not handle them. Waits for
- * works that can be polled are divided into slices. Two kinds of works do not progress in the
- * background: gloo's reduce-scatter, which cannot be polled, and collectives larger than the ring
- * of the shared-memory backend. Such works go to the progress thread of the group when they are
- * issued. Then they progress in the background, and can be polled. The thread owns a reference to
- * its works and calls no Python. When the group is released, the thread exits after its last work.
+ * works that can be polled are divided into slices. Two kinds of works need a thread that waits for
+ * them: gloo's reduce-scatter, which cannot be polled, and collectives over shared memory with
+ * messages that do not fit into the ring. Such works go to the progress thread of the group when
+ * they are issued. Then they progress in the background, and can be polled. The thread owns a
+ * reference to its works and calls no Python. When the group is released, the thread exits after
+ * its last work.
  *
  * Waits for works of other backends are not divided. With streams, wait() returns at once. Backends
  * without streams may not support polling. */

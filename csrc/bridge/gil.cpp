@@ -5,8 +5,8 @@
 
 namespace {
 
-thread_local bool gil_scope = false;             /* this thread is in a scope */
-thread_local PyThreadState *gil_taker = nullptr; /* to take the GIL again; NULL: not released */
+thread_local bool in_scope = false;                /* of fct_gil_enter */
+thread_local PyThreadState *saved_state = nullptr; /* NULL: the GIL is not released */
 
 /* Returns true if this thread holds the GIL. Python functions that run in a scope, such as
  * __torch_dispatch__, take the GIL. */
@@ -19,8 +19,8 @@ bool holds_gil(const PyThreadState *state) {
 }
 
 void take_gil() {
-    if (gil_taker != nullptr && !holds_gil(gil_taker)) {
-        PyEval_RestoreThread(std::exchange(gil_taker, nullptr));
+    if (saved_state != nullptr && !holds_gil(saved_state)) {
+        PyEval_RestoreThread(std::exchange(saved_state, nullptr));
     }
 }
 
@@ -29,17 +29,17 @@ void take_gil() {
 namespace fct {
 
 bool gil_is_released() noexcept {
-    return gil_taker != nullptr;
+    return saved_state != nullptr;
 }
 
 void begin_device_call() noexcept {
-    if (gil_taker == nullptr && !c10::impl::TorchDispatchModeTLS::any_modes_set()) {
-        gil_taker = PyEval_SaveThread();
+    if (saved_state == nullptr && !c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+        saved_state = PyEval_SaveThread();
     }
 }
 
 void end_device_call() noexcept {
-    if (!gil_scope) {
+    if (!in_scope) {
         take_gil();
     }
 }
@@ -49,11 +49,11 @@ void end_device_call() noexcept {
 extern "C" {
 
 void fct_gil_enter(void) {
-    gil_scope = true;
+    in_scope = true;
 }
 
 void fct_gil_leave(void) {
-    gil_scope = false;
+    in_scope = false;
     take_gil();
 }
 

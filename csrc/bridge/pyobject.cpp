@@ -88,7 +88,7 @@ bool fct_py_is_tensor(PyObject *obj) {
             PyType_IsSubtype(Py_TYPE(obj), reinterpret_cast<PyTypeObject *>(THPVariableClass)));
 }
 
-bool fct_py_is_plain(PyObject *obj) {
+bool fct_py_is_exact_tensor(PyObject *obj) {
     return THPVariable_CheckExact(obj);
 }
 

@@ -13,13 +13,14 @@ extern "C" {
 struct _object; /* CPython's PyObject */
 
 bool fct_py_is_tensor(struct _object *obj); /* type(obj) is torch.Tensor or a subclass */
-bool fct_py_is_plain(struct _object *obj);  /* type(obj) is torch.Tensor or torch.nn.Parameter */
+/* type(obj) is torch.Tensor or torch.nn.Parameter */
+bool fct_py_is_exact_tensor(struct _object *obj);
 /* The tensor of a torch.Tensor object, borrowed from obj. Returns NULL without an exception if obj
  * is not a tensor. */
 fct_tensor *fct_py_tensor(struct _object *obj);
-/* Borrows the Python object of t if only that object and `references` references of the caller hold
- * t, else returns NULL. In that case t holds a reference to the object, which ends with those of
- * the caller. A tp_traverse of the caller visits the object once for it. */
+/* If only its Python object and `references` references of the caller hold t, borrows that object.
+ * Then t holds a reference to the object, which ends with those of the caller, so a tp_traverse of
+ * the caller visits the object once. Otherwise returns NULL. */
 struct _object *fct_py_object_to_traverse(const fct_tensor *t, size_t references);
 /* The address of the storage of a torch.Tensor object, for comparison only. */
 const void *fct_py_storage(struct _object *tensor);

@@ -14,9 +14,10 @@
  * depends only on sizes and dtypes, which are equal on all ranks. A group uses gloo's collectives
  * if its ranks span hosts, or if a rank has no shared memory.
  *
- * A collective that is larger than the ring makes progress only while a thread waits for it or
- * polls it. The progress thread of the group waits for such a collective (progress.h). Its work has
- * the operation type UNKNOWN, like gloo's reduce-scatter. */
+ * Collectives progress only while a thread waits for one or polls one. If messages of a collective
+ * do not fit into the ring at issue, peers wait for this progress. So the progress thread of the
+ * group waits for such a collective (progress.h). Its work has the operation type UNKNOWN, like
+ * gloo's reduce-scatter. */
 #include "shm_backend.hpp"
 
 #include "shm_work.hpp"

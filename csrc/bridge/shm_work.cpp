@@ -156,14 +156,14 @@ bool ShmWork::isCompleted() {
 /* ---- completion, by any thread ---- */
 
 void ShmWork::complete(void *self, const char *error) {
-    static_cast<ShmWork *>(self)->finish_with(error);
+    static_cast<ShmWork *>(self)->finish_collective(error);
 }
 
 void ShmWork::release(void *self) {
     (void)c10::intrusive_ptr<ShmWork>::reclaim(static_cast<ShmWork *>(self));
 }
 
-void ShmWork::finish_with(const char *error) {
+void ShmWork::finish_collective(const char *error) {
     std::exception_ptr outcome;
     try {
         TORCH_CHECK(error == nullptr, error);

@@ -29,9 +29,10 @@ struct RankShards {
     bool checksums = false; /* of each segment of each rank */
 };
 
-/* One collective and the tensors that it uses. If its messages do not fit into the ring at issue,
- * the work progresses only inside wait() and isCompleted(), and its operation type is UNKNOWN, like
- * that of gloo's reduce-scatter. */
+/* One collective and the tensors that it uses. Works progress only inside wait() and isCompleted().
+ * If the messages of a work do not fit into the ring at issue, peers wait for this progress. The
+ * operation type of such a work is UNKNOWN, like that of gloo's reduce-scatter, so that a progress
+ * thread waits for it. */
 class ShmWork : public c10d::Work {
   public:
     /* `tensors` stay alive until completion. For a reduce-scatter and an all-reduce the first
@@ -63,7 +64,8 @@ class ShmWork : public c10d::Work {
   private:
     static void complete(void *self, const char *error);
     static void release(void *self);
-    void finish_with(const char *error);
+    /* Divides the output of an average, then calls finish(). `error` is NULL without a failure. */
+    void finish_collective(const char *error);
 
     const fct_shm_methods &methods_;
     const fct_op_kind kind_;

@@ -23,7 +23,7 @@ typedef struct fct_facts {
 
 /* Whether the tensor has at least `bytes` bytes of contiguous memory inside its storage.
  * Precondition: bytes >= 0. */
-static inline bool fct_facts_hold(const fct_facts *facts, int64_t bytes) {
+static inline bool fct_facts_has_bytes(const fct_facts *facts, int64_t bytes) {
     return facts->strided && facts->contiguous && facts->numel * facts->itemsize >= bytes &&
            facts->offset_bytes <= facts->storage_bytes - bytes &&
            (bytes == 0 || facts->data != NULL);
@@ -130,7 +130,7 @@ void fct_storage_free(fct_tensor *t);
 /* Whether fct_storage_free is allowed: false if an array (numpy()) or another process shares the
  * memory. */
 bool fct_storage_can_free(const fct_tensor *t);
-/* Whether another tensor refers to the storage of t. */
+/* Whether the storage of t has other references, usually of tensors. */
 bool fct_storage_is_shared(const fct_tensor *t);
 /* Moves the memory of the storage of `from` to the empty storage of `to`, on the same device. */
 void fct_storage_move(fct_tensor *from, fct_tensor *to);

@@ -58,7 +58,7 @@ static fc_status find_data(const fct_tensor *buffer, int64_t bytes, const char *
                            fc_error *err) {
     fct_facts facts;
     fct_tensor_facts(buffer, &facts);
-    if (!fct_facts_hold(&facts, bytes)) {
+    if (!fct_facts_has_bytes(&facts, bytes)) {
         return fc_error_set(err, FC_EASSERT, "a checksum of %lld bytes does not fit its buffer",
                             (long long)bytes);
     }

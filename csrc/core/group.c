@@ -72,7 +72,7 @@ void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_c
                    int64_t rank) {
     assert(callbacks != NULL && (count == 0 || params != NULL));
     memset(g, 0, sizeof *g);
-    g->ops = &fc_group_transitions;
+    g->transitions = &fc_group_transitions;
     fc_group_base_init(&g->base, owner, callbacks, comm, params, count, device, world, rank);
     fc_gather_init(&g->gather, &g->base);
     fc_bucket_init(&g->buckets, &g->base);
@@ -87,9 +87,9 @@ void fc_group_init(fc_group *g, void *owner, const fc_callbacks *callbacks, fc_c
 }
 
 void fc_group_fini(fc_group *g) {
-    assert(g->ops != NULL || g->base.params == NULL);
+    assert(g->transitions != NULL || g->base.params == NULL);
     fc_comm_ctx *comm = g->base.comm;
-    if (g->ops == NULL) {
+    if (g->transitions == NULL) {
         return;
     }
     fc_gather_fini(&g->gather);
@@ -129,7 +129,7 @@ fc_status fc_group_set_comm(fc_group *g, fc_comm_ctx *comm) {
 }
 
 void fc_group_invalidate(fc_group *g) {
-    assert(g->ops != NULL || g->base.params == NULL);
+    assert(g->transitions != NULL || g->base.params == NULL);
     fc_group_base_refresh(&g->base);
     fc_gather_invalidate(&g->gather);
     fc_bucket_invalidate(&g->buckets);
@@ -234,7 +234,7 @@ fc_status fc_group_reshard(fc_group *g) {
     }
     FC_TRY(fc_gather_can_free(&g->gather));
     FC_TRY(in_forward && g->base.post_forward.name != NULL ? fc_group_to_sharded_post_forward(g)
-                                                           : g->ops->to_sharded(g));
+                                                           : g->transitions->to_sharded(g));
 done:
     return verify_transition(g, check_registration_and_memory, status);
 }
@@ -335,8 +335,8 @@ fc_status fc_group_pre_forward(fc_group *g, bool *entering) {
     void *range = fc_group_base_enter_range(&g->base, "pre_forward");
     bool is_first = g->training_state != FC_FORWARD;
     g->training_state = FC_FORWARD;
-    FC_TRY(g->ops->unshard(g, g->training_state, g->settings.unshard_async_op));
-    FC_TRY(g->ops->wait_unshard(g));
+    FC_TRY(g->transitions->unshard(g, g->training_state, g->settings.unshard_async_op));
+    FC_TRY(g->transitions->wait_unshard(g));
     FC_TRY(fc_bucket_subscribe(&g->buckets));
     *entering = is_first;
 done:
@@ -351,7 +351,7 @@ fc_status fc_group_post_forward(fc_group *g) {
     void *range = fc_group_base_enter_range(&g->base, "post_forward");
     if (!fct_in_backward()) {
         size_t position = 0;
-        FC_TRY(g->ops->reshard(g));
+        FC_TRY(g->transitions->reshard(g));
         FC_TRY(fc_order_append(&g->base.comm->order, g, &position));
         FC_TRY(fc_index_stack_push(&g->post_forward_indices, position));
     }
@@ -365,7 +365,7 @@ fc_status fc_group_prefetch(fc_group *g, fc_training_state pass) {
     assert(fc_group_is_ready(g) && pass >= FC_FORWARD && pass <= FC_IDLE);
     const char *name = pass == FC_FORWARD ? "forward" : "backward";
     void *range = fc_group_base_enter_prefetch(&g->base, name);
-    fc_status status = g->ops->unshard(g, pass, g->settings.unshard_async_op);
+    fc_status status = g->transitions->unshard(g, pass, g->settings.unshard_async_op);
     fct_profile_exit(range);
     return verify_transition(g, check_registration_and_memory, status);
 }
@@ -448,12 +448,12 @@ fc_status fc_group_pre_backward(fc_group *g, bool default_prefetch) {
     range = fc_group_base_enter_range(&g->base, "pre_backward");
     g->training_state = FC_PRE_BACKWARD;
     FC_TRY(fc_reduction_poll(g->base.comm));
-    FC_TRY(g->ops->unshard(g, g->training_state, g->settings.unshard_async_op));
-    FC_TRY(g->ops->wait_unshard(g));
+    FC_TRY(g->transitions->unshard(g, g->training_state, g->settings.unshard_async_op));
+    FC_TRY(g->transitions->wait_unshard(g));
     FC_TRY(fc_gradient_begin(&g->base, g->settings.reduce_grads));
     fc_bucket_begin(&g->buckets, can_be_eager(g));
     if (default_prefetch) {
-        FC_TRY(g->ops->backward_prefetch(g));
+        FC_TRY(g->transitions->backward_prefetch(g));
     }
 done:
     fct_profile_exit(range);
@@ -477,7 +477,7 @@ static fc_status limit_reductions(fc_group *g) {
 static fc_status reshard_in_backward(fc_group *g) {
     bool keeps_unsharded =
         !g->settings.reshard_after_backward || g->backward_kind == FC_BACKWARD_UNTRACKED;
-    return keeps_unsharded ? FC_OK : g->ops->reshard(g);
+    return keeps_unsharded ? FC_OK : g->transitions->reshard(g);
 }
 
 /* Accumulates and collects the gradients of a span, then issues their reduction. `reshards_first`:
@@ -558,7 +558,7 @@ fc_status fc_group_leave_backward(fc_group *g) {
     assert(fc_group_is_ready(g));
     fc_status status = g->backward_kind == FC_BACKWARD_DOUBLE && g->base.comm->has_streams
                            ? FC_OK
-                           : g->ops->post_backward(g);
+                           : g->transitions->post_backward(g);
     return verify_transition(g, fc_group_check, status);
 }
 
@@ -595,6 +595,6 @@ fc_status fc_group_reset(fc_group *g) {
     g->deferred = false;
     fct_memory_trim();
     fc_status status = fc_gradient_end(&g->base);
-    status = status == FC_OK ? g->ops->to_sharded(g) : status;
+    status = status == FC_OK ? g->transitions->to_sharded(g) : status;
     return verify_transition(g, fc_group_check, status);
 }

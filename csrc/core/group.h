@@ -87,7 +87,8 @@ typedef struct fc_group_settings {
 } fc_group_settings;
 
 typedef struct fc_group {
-    const fc_transitions *ops; /* borrowed; fc_group_transitions if no method is overridden */
+    /* borrowed; fc_group_transitions if no method is overridden */
+    const fc_transitions *transitions;
     fc_group_base base;
     fc_place place;
     fc_group_settings settings;
@@ -114,8 +115,9 @@ typedef struct fc_group {
  * group. is_ready returns true if the group also has a comm context. All functions that run a
  * transition require a ready group. */
 static inline bool fc_group_is_initialized(const fc_group *g) {
-    return g->ops != NULL && g->sharded_state >= FC_SHARDED && g->sharded_state <= FC_UNSHARDED &&
-           g->training_state >= FC_FORWARD && g->training_state <= FC_IDLE;
+    return g->transitions != NULL && g->sharded_state >= FC_SHARDED &&
+           g->sharded_state <= FC_UNSHARDED && g->training_state >= FC_FORWARD &&
+           g->training_state <= FC_IDLE;
 }
 
 static inline bool fc_group_is_ready(const fc_group *g) {

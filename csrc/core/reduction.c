@@ -403,7 +403,7 @@ static fc_status add_checksum(const fc_reduction *r) {
     fct_tensor_facts(r->output, &facts);
     const fck_backend *kernels = fck_backend_of(facts.device.type);
     const int64_t bytes = facts.numel * facts.itemsize;
-    const bool is_readable = facts.data != NULL && fct_facts_hold(&facts, bytes);
+    const bool is_readable = facts.data != NULL && fct_facts_has_bytes(&facts, bytes);
     if (c->has_streams) {
         const fck_range range = {.data = facts.data, .bytes = bytes, .factor = 1};
         fc_device_sum sum = {0};

@@ -185,7 +185,7 @@ static fc_status finish_group(fc_group *g, bool records) {
     if (records && entered_untracked(g)) {
         g->backward_kind = FC_BACKWARD_UNTRACKED;
     }
-    fc_status status = g->ops->post_backward(g);
+    fc_status status = g->transitions->post_backward(g);
     g->backward_kind = FC_BACKWARD_PLAIN;
     return status;
 }
@@ -319,7 +319,7 @@ fc_status fc_iteration_end_backward(fc_iteration *it, fc_comm_ctx *c) {
         fc_state *s = it->states[i];
         FC_TRY(finish_groups(s));
         for (size_t j = 0; last && j < s->group_count; j++) {
-            FC_TRY(s->groups[j]->ops->finalize_backward(s->groups[j]));
+            FC_TRY(s->groups[j]->transitions->finalize_backward(s->groups[j]));
         }
     }
     if (it->manual) {
@@ -352,7 +352,7 @@ fc_status fc_iteration_finalize(fc_iteration *it) {
             if (fc_group_base_is_replicated(&g->base)) {
                 FC_TRY(fc_reduction_recycle(g->base.comm, 0));
             }
-            FC_TRY(g->ops->post_backward(g));
+            FC_TRY(g->transitions->post_backward(g));
             g->training_state = FC_IDLE;
         }
     }
@@ -366,7 +366,8 @@ fc_status fc_iteration_complete(fc_iteration *it, fc_comm_ctx *c) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < it->count; i++) {
         for (size_t j = 0; j < it->states[i]->group_count; j++) {
-            FC_TRY(it->states[i]->groups[j]->ops->finalize_backward(it->states[i]->groups[j]));
+            FC_TRY(
+                it->states[i]->groups[j]->transitions->finalize_backward(it->states[i]->groups[j]));
         }
     }
     FC_TRY(complete_reductions(it, c, true));
@@ -440,8 +441,9 @@ fc_status fc_state_recompute(fc_state *s) {
     fc_status status = FC_OK;
     for (size_t i = 0; i < s->group_count; i++) {
         if (s->groups[i]->sharded_state != FC_UNSHARDED || s->groups[i]->registration_dirty) {
-            FC_TRY(s->groups[i]->ops->unshard(s->groups[i], s->groups[i]->training_state, false));
-            FC_TRY(s->groups[i]->ops->wait_unshard(s->groups[i]));
+            FC_TRY(s->groups[i]->transitions->unshard(s->groups[i], s->groups[i]->training_state,
+                                                      false));
+            FC_TRY(s->groups[i]->transitions->wait_unshard(s->groups[i]));
         }
     }
 done:
@@ -517,7 +519,7 @@ fc_status fc_state_pre_double_backward(fc_state *s, const fct_hook *at_end) {
     FC_TRY(enter_backward(s, at_end));
     for (size_t i = 0; i < s->group_count; i++) {
         s->groups[i]->backward_kind = FC_BACKWARD_DOUBLE;
-        FC_TRY(s->groups[i]->ops->pre_backward(s->groups[i], false));
+        FC_TRY(s->groups[i]->transitions->pre_backward(s->groups[i], false));
     }
 done:
     return verify_state(s, status);
@@ -535,7 +537,7 @@ fc_status fc_state_pre_backward(fc_state *s, const fct_hook *at_end) {
             g->grads_before = grad_fingerprint(g);
         }
         FC_TRY(has_graph ? fc_unsharded_record_leaves(&g->base) : FC_OK);
-        FC_TRY(g->ops->pre_backward(g, s->backward_prefetch_count == 0));
+        FC_TRY(g->transitions->pre_backward(g, s->backward_prefetch_count == 0));
         FC_TRY(has_graph ? fc_unsharded_check_leaves(&g->base) : FC_OK);
     }
     FC_TRY(visit_backward_prefetch(s, prefetch_in_backward));

@@ -63,7 +63,7 @@ static fc_status end_launch(const launch *l, const char *failure, fc_error *err)
 
 /* Checks that the tensor has at least `bytes` bytes of contiguous memory. */
 static fc_status check_extent(const fct_facts *facts, int64_t bytes, fc_error *err) {
-    if (!fct_facts_hold(facts, bytes)) {
+    if (!fct_facts_has_bytes(facts, bytes)) {
         return fc_error_set(err, FC_EASSERT, "a transfer of %lld bytes does not fit its buffer",
                             (long long)bytes);
     }

@@ -70,7 +70,7 @@ PyObject *fcpy_sharded_state(const fcpy_module *mod, fc_sharded_state state) {
     return enum_member(mod->bound.sharded_states, (int)state);
 }
 
-int fcpy_set_bool(PyObject *value, bool *target) {
+int fcpy_parse_bool(PyObject *value, bool *target) {
     if (value == NULL) {
         PyErr_SetString(PyExc_AttributeError, "this attribute cannot be deleted");
         return -1;
@@ -83,7 +83,7 @@ int fcpy_set_bool(PyObject *value, bool *target) {
     return 0;
 }
 
-PyObject *fcpy_get_dtype(fct_dtype dtype) {
+PyObject *fcpy_dtype_object(fct_dtype dtype) {
     PyObject *result = NULL;
     if (dtype == FCT_NO_DTYPE) {
         Py_RETURN_NONE;
@@ -91,7 +91,7 @@ PyObject *fcpy_get_dtype(fct_dtype dtype) {
     return fct_py_from_dtype(dtype, &result) == 0 ? result : NULL;
 }
 
-int fcpy_set_dtype(PyObject *value, fct_dtype *target) {
+int fcpy_parse_dtype(PyObject *value, fct_dtype *target) {
     fct_dtype dtype = value == NULL ? FCT_NO_DTYPE : fct_py_dtype(value);
     if (dtype < FCT_NO_DTYPE) {
         return -1;
@@ -117,15 +117,15 @@ PyObject *fcpy_get_flag(PyObject *obj, void *closure) {
 }
 
 int fcpy_set_flag(PyObject *obj, PyObject *value, void *closure) {
-    return fcpy_set_bool(value, (bool *)field_of(obj, closure));
+    return fcpy_parse_bool(value, (bool *)field_of(obj, closure));
 }
 
-PyObject *fcpy_get_dtype_at(PyObject *obj, void *closure) {
-    return fcpy_get_dtype(*(fct_dtype *)field_of(obj, closure));
+PyObject *fcpy_get_dtype(PyObject *obj, void *closure) {
+    return fcpy_dtype_object(*(fct_dtype *)field_of(obj, closure));
 }
 
-int fcpy_set_dtype_at(PyObject *obj, PyObject *value, void *closure) {
-    return fcpy_set_dtype(value, (fct_dtype *)field_of(obj, closure));
+int fcpy_set_dtype(PyObject *obj, PyObject *value, void *closure) {
+    return fcpy_parse_dtype(value, (fct_dtype *)field_of(obj, closure));
 }
 
 int fcpy_set_text(fcpy_module *mod, PyObject *value, PyObject **slot, const char **text) {

@@ -16,18 +16,21 @@ PyObject *fcpy_training_state(const fcpy_module *mod, fc_training_state state);
 int fcpy_parse_training_state(const fcpy_module *mod, PyObject *obj, fc_training_state *out);
 PyObject *fcpy_sharded_state(const fcpy_module *mod, fc_sharded_state state);
 /* Sets *target to the truth of `value`. Returns -1 with AttributeError on deletion. */
-int fcpy_set_bool(PyObject *value, bool *target);
-PyObject *fcpy_get_dtype(fct_dtype dtype); /* None for FCT_NO_DTYPE */
-int fcpy_set_dtype(PyObject *value, fct_dtype *target);
+int fcpy_parse_bool(PyObject *value, bool *target);
+/* Returns a torch.dtype, or None for FCT_NO_DTYPE; new reference. */
+PyObject *fcpy_dtype_object(fct_dtype dtype);
+/* Sets *target to a torch.dtype, or to FCT_NO_DTYPE for None and on deletion. Returns -1 with
+ * TypeError for other objects. */
+int fcpy_parse_dtype(PyObject *value, fct_dtype *target);
 /* Getters and setters of a field. `closure` is the offset of the field in the object. */
 PyObject *fcpy_get_object(PyObject *obj, void *closure); /* None for NULL */
 PyObject *fcpy_get_size(PyObject *obj, void *closure);   /* of a size_t */
 PyObject *fcpy_get_flag(PyObject *obj, void *closure);
 int fcpy_set_flag(PyObject *obj, PyObject *value, void *closure);
-PyObject *fcpy_get_dtype_at(PyObject *obj, void *closure);
-int fcpy_set_dtype_at(PyObject *obj, PyObject *value, void *closure);
+PyObject *fcpy_get_dtype(PyObject *obj, void *closure);
+int fcpy_set_dtype(PyObject *obj, PyObject *value, void *closure);
 /* Stores a str in *slot and its UTF-8 text, which the core borrows, in *text. Stores NULL in both
- * for None. */
+ * for None and on deletion. */
 int fcpy_set_text(fcpy_module *mod, PyObject *value, PyObject **slot, const char **text);
 /* Returns a new reference to obj, or to None if obj is NULL. */
 PyObject *fcpy_or_none(PyObject *obj);

@@ -247,11 +247,9 @@ static int allocate_norms(int64_t count, fct_tensor **buffer, fck_floats *norms)
     return 0;
 }
 
-/* The arguments of clip_norm. Each step processes all gradients before the next step begins, so
- * that the memory latencies of different gradients overlap.
- *
- * Each kind has a key: clip_norm reduces the norms of kinds with equal keys together.
- */
+/* The arguments of clip_norm. Each function below processes all gradients, so that the memory
+ * latencies of different gradients overlap. Each kind has a key: clip_norm reduces the norms of
+ * kinds with equal keys together. */
 typedef struct gradients {
     PyObject *tensors;        /* list of local gradients; borrowed */
     PyObject *groups;         /* for each kind: (names of process groups, key); owned */

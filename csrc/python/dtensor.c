@@ -8,7 +8,7 @@ bool fcpy_is_dtensor(const fcpy_module *mod, PyObject *obj) {
     return PyObject_TypeCheck(obj, (PyTypeObject *)mod->bound.dtensor_class);
 }
 
-bool fcpy_is_plain_tensor(const fcpy_module *mod, PyObject *obj) {
+bool fcpy_is_base_tensor(const fcpy_module *mod, PyObject *obj) {
     return Py_TYPE(obj) == ((PyTypeObject *)mod->bound.dtensor_class)->tp_base;
 }
 
@@ -97,7 +97,7 @@ static int try_make_dtensor(const fcpy_module *mod, PyObject *local, PyObject *s
                             PyObject **dtensor) {
     int64_t sizes[MAX_DIMS];
     int64_t strides[MAX_DIMS];
-    const fct_tensor *tensor = fcpy_is_plain_tensor(mod, local) ? fct_py_tensor(local) : NULL;
+    const fct_tensor *tensor = fcpy_is_base_tensor(mod, local) ? fct_py_tensor(local) : NULL;
     if (tensor == NULL) { /* a subclass may override its layout */
         return 0;
     }
@@ -133,7 +133,7 @@ PyObject *fcpy_dtensor_new(const fcpy_module *mod, PyObject *local, PyObject *sp
     return dtensor != NULL ? dtensor : make_with_torch(mod, local, spec);
 }
 
-bool fcpy_dtensor_try(const fcpy_module *mod, PyObject *local, PyObject *spec) {
+bool fcpy_dtensor_new_equals_torch(const fcpy_module *mod, PyObject *local, PyObject *spec) {
     PyObject *from_torch = NULL;
     PyObject *from_extension = NULL;
     if (mod->local_offset >= 0 && mod->spec_offset >= 0 &&

@@ -8,7 +8,7 @@
 /* isinstance(obj, DTensor). Requires bind(). */
 bool fcpy_is_dtensor(const fcpy_module *mod, PyObject *obj);
 /* type(obj) is torch.Tensor, the base class of DTensor. */
-bool fcpy_is_plain_tensor(const fcpy_module *mod, PyObject *obj);
+bool fcpy_is_base_tensor(const fcpy_module *mod, PyObject *obj);
 /* Finds the offsets of the slots. Called by bind(). */
 void fcpy_dtensor_find_slots(fcpy_module *mod);
 /* Returns obj._local_tensor, borrowed, without running code. Returns NULL if obj is NULL or not a
@@ -22,8 +22,8 @@ PyObject *fcpy_dtensor_spec(const fcpy_module *mod, PyObject *obj);
  * (bound.dtensor_new). The DTensor does not require grad. */
 PyObject *fcpy_dtensor_new(const fcpy_module *mod, PyObject *local, PyObject *spec);
 /* Makes a DTensor of `local` and `spec` in the extension and with torch's constructor. Returns
- * whether the two are equal. If so, the extension may make all DTensors. */
-bool fcpy_dtensor_try(const fcpy_module *mod, PyObject *local, PyObject *spec);
+ * whether the two are equal. If so, the extension may make all DTensors. Sets no exception. */
+bool fcpy_dtensor_new_equals_torch(const fcpy_module *mod, PyObject *local, PyObject *spec);
 /* Returns param.grad of any tensor; new reference, NULL with an exception. torch's getter checks
  * every subclass for __torch_function__. fsdp_c skips the check for DTensor, which does not define
  * it. */

@@ -14,8 +14,8 @@ fcpy_state *fcpy_group_unit(const fcpy_group *group) {
 }
 
 static void leave_if_unused(fcpy_state *self) {
-    /* Without Hook objects, the modules have Python functions, which report no end. The iteration
-     * is NULL after the garbage collector has cleared the state. */
+    /* Without Hook objects, the modules have Python functions, which do not report that they are
+     * freed. The iteration is NULL after the garbage collector has cleared the state. */
     if (self->without_modules && self->has_hooks && self->hooks == 0 && self->iteration != NULL) {
         fcpy_call_and_report((PyObject *)self, self->mod->names._leave_lists);
     }

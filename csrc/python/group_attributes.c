@@ -159,7 +159,7 @@ static int set_partial(PyObject *obj, PyObject *value, void *closure) {
 static int set_keep_storage(PyObject *obj, PyObject *value, void *closure) {
     bool keep = false;
     (void)closure;
-    if (!fcpy_group_check_initialized(as_group(obj)) || fcpy_set_bool(value, &keep) != 0) {
+    if (!fcpy_group_check_initialized(as_group(obj)) || fcpy_parse_bool(value, &keep) != 0) {
         return -1;
     }
     fcpy_group_refresh(as_group(obj));
@@ -226,7 +226,7 @@ static int group_set_overlap(PyObject *obj, PyObject *value, void *closure) {
     fc_overlap overlap = FC_OVERLAP_UNLESS_CPU_BOUND;
     bool always = false;
     if (value != Py_None) {
-        if (fcpy_set_bool(value, &always) != 0) {
+        if (fcpy_parse_bool(value, &always) != 0) {
             return -1;
         }
         overlap = always ? FC_OVERLAP_ALWAYS : FC_OVERLAP_NEVER;
@@ -286,8 +286,8 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
         PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
     }
     /* Forward cuts the buckets on all ranks, from the parameters that require gradients then. If
-     * parameters are frozen before, the buckets of this read would differ from those of other
-     * ranks. So they become stale again. */
+     * parameters are frozen between this read and forward, the buckets of this read would differ
+     * from those of other ranks. So they become stale again. */
     if (was_stale) {
         fc_bucket_invalidate(b);
     }
@@ -297,7 +297,7 @@ static PyObject *group_get_buckets(PyObject *obj, void *closure) {
 static int set_reduce_dtype(PyObject *obj, PyObject *value, void *closure) {
     fct_dtype dtype = FCT_NO_DTYPE;
     (void)closure;
-    if (!fcpy_group_check_initialized(as_group(obj)) || fcpy_set_dtype(value, &dtype) != 0) {
+    if (!fcpy_group_check_initialized(as_group(obj)) || fcpy_parse_dtype(value, &dtype) != 0) {
         return -1;
     }
     fc_bucket_set_reduce_dtype(&as_group(obj)->core.buckets, dtype);
@@ -319,9 +319,9 @@ PyGetSetDef fcpy_group_getset[] = {
     {"_module_fqn", fcpy_get_object, set_fqn,
      "Fully qualified names of the group's modules, after lazy init.",
      (void *)offsetof(fcpy_group, fqn)},
-    {"_orig_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
-     "dtype of the trainable parameters, or None.", (void *)offsetof(fcpy_group, orig_dtype)},
-    {"_reduce_dtype", fcpy_get_dtype_at, set_reduce_dtype,
+    {"_orig_dtype", fcpy_get_dtype, fcpy_set_dtype, "dtype of the trainable parameters, or None.",
+     (void *)offsetof(fcpy_group, orig_dtype)},
+    {"_reduce_dtype", fcpy_get_dtype, set_reduce_dtype,
      "dtype in which gradients are reduced; None: the widest dtype of the gradients.",
      GROUP_OFFSET(base.reduce_dtype)},
     GROUP_FLAG("reduce_grads", settings.reduce_grads, "Whether backward reduces gradients."),

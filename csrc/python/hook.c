@@ -1,11 +1,11 @@
 /* The Hook type: the callable in a module's forward (pre-)hooks. A call runs the functions of
  * step.c. Owns its state and, if the state has several modules, a weak set of those modules. Also
- * owns `shown`, the callable that torch registers: a method bound to the state, or a function
+ * owns `torch_hook`, the callable that torch registers: a method bound to the state, or a function
  * around it.
  *
- * Attributes, comparisons, hash and repr are those of `shown`, so that programs that search for
- * torch's hooks find this hook. Under torch.compile dynamo breaks the graph at the hook and calls
- * it. */
+ * Attributes, comparisons, hash and repr are those of `torch_hook`, so that programs that search
+ * for torch's hooks find this hook. Under torch.compile dynamo breaks the graph at the hook and
+ * calls it. */
 #include "hook.h"
 
 #include "check_thread.h"
@@ -19,10 +19,10 @@
 typedef struct fcpy_hook {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    fcpy_state *state; /* owned */
-    bool post;         /* a post-forward hook, else a pre-forward hook */
-    PyObject *modules; /* weakref.WeakSet of the state's modules if it has several, else None */
-    PyObject *shown;   /* torch's callable; never NULL */
+    fcpy_state *state;    /* owned */
+    bool post;            /* a post-forward hook, else a pre-forward hook */
+    PyObject *modules;    /* weakref.WeakSet of the state's modules if it has several, else None */
+    PyObject *torch_hook; /* torch's callable; never NULL */
     PyObject *weakrefs;
 } fcpy_hook;
 
@@ -95,7 +95,7 @@ static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nar
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
     if (count != 3 || (kwnames != NULL && PyTuple_GET_SIZE(kwnames) > 0)) {
         /* nn.Module is not the caller. torch's callable checks the arguments. */
-        return PyObject_Vectorcall(self->shown, args, nargsf, kwnames);
+        return PyObject_Vectorcall(self->torch_hook, args, nargsf, kwnames);
     }
     fcpy_module *mod = self->state->mod;
     PyObject *dynamo_callback = fcpy_dynamo_pause(mod);
@@ -107,22 +107,22 @@ static PyObject *hook_call(PyObject *callable, PyObject *const *args, size_t nar
     return result;
 }
 
-/* Hook(state, post, shown, modules=None) */
+/* Hook(state, post, torch_hook, modules=None) */
 static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"state", "post", "shown", "modules", NULL};
+    static char *keywords[] = {"state", "post", "torch_hook", "modules", NULL};
     PyObject *state = NULL;
-    PyObject *shown = NULL;
+    PyObject *torch_hook = NULL;
     PyObject *modules = Py_None;
     int post = 0;
     fcpy_module *mod = fcpy_module_of(type);
     if (mod == NULL ||
         !PyArg_ParseTupleAndKeywords(args, kwargs, "O!pO|O", keywords, mod->state_type, &state,
-                                     &post, &shown, &modules)) {
+                                     &post, &torch_hook, &modules)) {
         return NULL;
     }
-    if (!PyCallable_Check(shown)) {
-        PyErr_Format(PyExc_TypeError, "Hook: shown must be callable, got %s",
-                     Py_TYPE(shown)->tp_name);
+    if (!PyCallable_Check(torch_hook)) {
+        PyErr_Format(PyExc_TypeError, "Hook: torch_hook must be callable, got %s",
+                     Py_TYPE(torch_hook)->tp_name);
         return NULL;
     }
     fcpy_hook *self = (fcpy_hook *)type->tp_alloc(type, 0);
@@ -136,15 +136,15 @@ static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     self->state->has_hooks = true;
     Py_INCREF(modules);
     self->modules = modules;
-    Py_INCREF(shown);
-    self->shown = shown;
+    Py_INCREF(torch_hook);
+    self->torch_hook = torch_hook;
     return (PyObject *)self;
 }
 
 /* ---- attributes, comparison and copies are those of torch's callable ---- */
 
-static PyObject *hook_shown(PyObject *obj) {
-    return ((fcpy_hook *)obj)->shown;
+static PyObject *torch_hook_of(PyObject *obj) {
+    return ((fcpy_hook *)obj)->torch_hook;
 }
 
 /* Forwards __class__ too, so that isinstance(hook, types.MethodType) and inspect.ismethod() return
@@ -153,44 +153,44 @@ static PyObject *hook_getattro(PyObject *obj, PyObject *name) {
     if (PyUnicode_CompareWithASCIIString(name, "__reduce_ex__") == 0) {
         return PyObject_GenericGetAttr(obj, name);
     }
-    return PyObject_GetAttr(hook_shown(obj), name);
+    return PyObject_GetAttr(torch_hook_of(obj), name);
 }
 
 static int hook_setattro(PyObject *obj, PyObject *name, PyObject *value) {
-    return PyObject_SetAttr(hook_shown(obj), name, value);
+    return PyObject_SetAttr(torch_hook_of(obj), name, value);
 }
 
 static PyObject *hook_richcompare(PyObject *obj, PyObject *other, int operation) {
     if (Py_IS_TYPE(other, Py_TYPE(obj))) {
-        other = hook_shown(other);
+        other = torch_hook_of(other);
     }
-    return PyObject_RichCompare(hook_shown(obj), other, operation);
+    return PyObject_RichCompare(torch_hook_of(obj), other, operation);
 }
 
 static Py_hash_t hook_hash(PyObject *obj) {
-    return PyObject_Hash(hook_shown(obj));
+    return PyObject_Hash(torch_hook_of(obj));
 }
 
 static PyObject *hook_repr(PyObject *obj) {
-    return PyObject_Repr(hook_shown(obj));
+    return PyObject_Repr(torch_hook_of(obj));
 }
 
 /* For copy and pickle. A method is restored as an attribute of its state. For a function the result
  * is its name: copy.copy then returns the hook itself, and pickle raises, because no module has the
  * hook under that name. */
 static PyObject *hook_reduce_ex(PyObject *obj, PyObject *protocol) {
-    PyObject *shown = hook_shown(obj);
-    if (PyFunction_Check(shown)) {
-        return PyObject_GetAttrString(shown, "__qualname__");
+    PyObject *torch_hook = torch_hook_of(obj);
+    if (PyFunction_Check(torch_hook)) {
+        return PyObject_GetAttrString(torch_hook, "__qualname__");
     }
-    return PyObject_CallMethod(shown, "__reduce_ex__", "O", protocol);
+    return PyObject_CallMethod(torch_hook, "__reduce_ex__", "O", protocol);
 }
 
 static int hook_traverse(PyObject *obj, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(obj));
     Py_VISIT((PyObject *)((fcpy_hook *)obj)->state);
     Py_VISIT(((fcpy_hook *)obj)->modules);
-    Py_VISIT(((fcpy_hook *)obj)->shown);
+    Py_VISIT(((fcpy_hook *)obj)->torch_hook);
     return 0;
 }
 
@@ -207,7 +207,7 @@ static void hook_dealloc(PyObject *obj) {
         PyObject_ClearWeakRefs(obj);
     }
     Py_CLEAR(self->modules);
-    Py_CLEAR(self->shown);
+    Py_CLEAR(self->torch_hook);
     fcpy_hook_release(self->state);
     type->tp_free(obj);
     Py_DECREF(type);
@@ -237,8 +237,9 @@ static PyType_Slot hook_slots[] = {
     {Py_tp_richcompare, (void *)hook_richcompare},
     {Py_tp_hash, (void *)hook_hash},
     {Py_tp_repr, (void *)hook_repr},
-    {Py_tp_doc, "Hook(state, post, shown, modules=None): a forward (pre-)hook for a module, with "
-                "the attributes of `shown`."},
+    {Py_tp_doc,
+     "Hook(state, post, torch_hook, modules=None): a forward (pre-)hook for a module, with "
+     "the attributes of `torch_hook`."},
     {0, NULL},
 };
 

@@ -91,7 +91,7 @@ static int convert(conversion *c, PyObject *value, PyObject *param, PyObject **l
     int status = of_dtensor ? compare_dtensor_specs(c, value, param) : 0;
     if (status == 1) {
         *local = fcpy_dtensor_local(c->mod, value);
-        status = *local == NULL ? -1 : fcpy_is_plain_tensor(c->mod, *local);
+        status = *local == NULL ? -1 : fcpy_is_base_tensor(c->mod, *local);
     }
     if (status != 1) {
         Py_CLEAR(*local);

@@ -74,7 +74,7 @@ static PyObject *module_make_dtensors(PyObject *module, PyObject *const *args, P
         PyErr_SetString(PyExc_RuntimeError, "make_dtensors requires a call of bind before");
         return NULL;
     }
-    mod->makes_dtensors = fcpy_dtensor_try(mod, args[0], args[1]);
+    mod->makes_dtensors = fcpy_dtensor_new_equals_torch(mod, args[0], args[1]);
     return PyBool_FromLong(mod->makes_dtensors);
 }
 
@@ -352,7 +352,7 @@ static PyMethodDef module_methods[] = {
      "collective_signature(group, number): returns the signature of a collective, 0 if unknown."},
     {"checksum_intervals", fcpy_checksum_intervals, METH_O,
      "checksum_intervals(group): returns the latest intervals of checksums on a device with "
-     "streams, as tuples of their numbers and of their hashes; 0: unknown."},
+     "streams, as (number, hash); a hash of 0: unknown."},
     {"checksum_entries", fcpy_checksum_entries, METH_VARARGS,
      "checksum_entries(group, number): returns 0 and the first 2048 checksums of an interval, in "
      "the format of collective_entries."},

@@ -176,7 +176,7 @@ typedef struct fcpy_group {
     /* FCPY_CALL_*: transitions and operations that Python code performs, as of the latest
      * fcpy_group_refresh(). */
     uint32_t replaced;
-    fc_transitions ops; /* the core's table of transitions while a method is overridden */
+    fc_transitions transitions; /* the core's table of transitions while a method is overridden */
     fcpy_version_cache version_cache;
     PyObject *dict;
     PyObject *weakrefs;

@@ -290,7 +290,7 @@ static int set_accumulated(PyObject *obj, PyObject *value, void *closure) {
 
 static PyObject *get_sharded_grad_dtype(PyObject *obj, void *closure) {
     (void)closure;
-    return fcpy_get_dtype(fc_param_sharded_grad_dtype(&((fcpy_param *)obj)->core));
+    return fcpy_dtype_object(fc_param_sharded_grad_dtype(&((fcpy_param *)obj)->core));
 }
 
 static int set_spec(PyObject *obj, PyObject *value, void *closure) {
@@ -338,17 +338,17 @@ static PyGetSetDef param_getset[] = {
      "1-D tensor of padded_numel elements: gradient that is reduce-scattered but not all-reduced, "
      "or None.",
      (void *)1},
-    {"orig_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at, "dtype of the sharded parameter.",
+    {"orig_dtype", fcpy_get_dtype, fcpy_set_dtype, "dtype of the sharded parameter.",
      PARAM_OFFSET(orig_dtype)},
-    {"param_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
+    {"param_dtype", fcpy_get_dtype, fcpy_set_dtype,
      "dtype of the unsharded parameter; None: no cast.", PARAM_OFFSET(param_dtype)},
-    {"reduce_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
+    {"reduce_dtype", fcpy_get_dtype, fcpy_set_dtype,
      "dtype of accumulated gradients; None: the dtype of the gradient.",
      PARAM_OFFSET(reduce_dtype)},
-    {"_grad_dtype", fcpy_get_dtype_at, fcpy_set_dtype_at,
+    {"_grad_dtype", fcpy_get_dtype, fcpy_set_dtype,
      "grad_dtype of the unsharded parameter outside of backward; None: not set.",
      PARAM_OFFSET(grad_dtype)},
-    {"sharded_grad_dtype", get_sharded_grad_dtype, fcpy_set_dtype_at,
+    {"sharded_grad_dtype", get_sharded_grad_dtype, fcpy_set_dtype,
      "dtype of the sharded gradient; None: the dtype of the reduction.",
      PARAM_OFFSET(sharded_grad_dtype)},
     {"_has_sharded_grad_dtype_override", fcpy_get_flag, fcpy_set_flag,

@@ -107,8 +107,8 @@ static int check_process_group(PyObject *params, int index, PyObject *name, long
     return is_valid ? 0 : -1;
 }
 
-/* Marks the Params as members of the group, after check_process_group. On failure returns -1 with
- * an exception and marks no Param. */
+/* Marks the Params as members of the group, and runs check_process_group. On failure returns -1
+ * with an exception and marks no Param. */
 static int claim_params(PyObject *params, PyObject *pg_name, long long world, long long rank) {
     if (mark_params(params) != 0) {
         return -1;
@@ -393,10 +393,10 @@ static PyObject *group_drop_sharded_grads(PyObject *obj, PyObject *unused) {
     return status == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
-/* Counts the group as a user of a process group. The process group of reduce-scatters counts none:
- * gathers, over a process group that counts the group, come before them. Python sets
- * all process groups of a new group, so the constructor counts none. A process group that is set
- * again is counted again, because it may be a new one of the same name. */
+/* Counts the group as a user of a process group, except for the process group of reduce-scatters:
+ * gathers precede reduce-scatters, and count the group for their process group. Python sets all
+ * process groups of a new group, so the constructor counts none. A process group that is set again
+ * is counted again, because it may be a new one of the same name. */
 static int register_user(int index, PyObject *name) {
     return index == FCPY_PG_SCATTER || name == Py_None
                ? 0

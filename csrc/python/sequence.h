@@ -1,5 +1,6 @@
 /* The collectives of a process group's own backend, for Python; see transport/sequence.h.
- * fsdp_c/_runtime/departures.py calls these functions. Process groups are given by name. */
+ * departures.py, comparison_requests.py and label_comparison.py of fsdp_c/_runtime call these
+ * functions. Process groups are given by name. */
 #ifndef FSDP_C_PYTHON_SEQUENCE_H
 #define FSDP_C_PYTHON_SEQUENCE_H
 

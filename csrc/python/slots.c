@@ -1,5 +1,6 @@
 /* The slots of a Param: the (module, name) pairs under which modules hold the parameter. The Param
- * owns its slots. A running swap may use slots that are replaced, so their release is deferred. */
+ * owns its slots. A registration in progress may use slots that are replaced, so their release is
+ * deferred. */
 #include "slots.h"
 
 #include "attributes.h"

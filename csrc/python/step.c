@@ -335,7 +335,7 @@ static int begin_forward(fcpy_state *self, PyObject *module, PyObject **args, Py
 }
 
 int fcpy_group_insert_node(fcpy_group *self, PyObject **args, PyObject **kwargs) {
-    if (fct_functorch_hooked() || (self->replaced & FCPY_CALL_NODE_CLASS) != 0) {
+    if (fct_has_functorch() || (self->replaced & FCPY_CALL_NODE_CLASS) != 0) {
         return fcpy_unpack_pair(PyObject_CallFunctionObjArgs(self->mod->bound.insert_node,
                                                              (PyObject *)self, *args, *kwargs,
                                                              NULL),
@@ -453,9 +453,9 @@ static PyObject *hook_outputs(fcpy_state *self, PyObject *output) {
     const fct_hook hook = {self, call_pre_backward, fcpy_hook_retain, fcpy_hook_release};
     /* Within functorch's transforms, requires_grad of an output may be false although it has a
      * gradient. */
-    if (fct_functorch_hooked() ||
+    if (fct_has_functorch() ||
         (self->replaced & (FCPY_STATE_HOOK_OUTPUT | FCPY_STATE_PRE_BACKWARD)) != 0) {
-        self->hooks++; /* a hook of Python code does not report its end */
+        self->hooks++; /* never decremented: Python's hook does not report that it is freed */
         return PyObject_CallMethod((PyObject *)self, "_register_pre_backward_hook", "(O)", output);
     }
     if (fct_grad_enabled() && fcpy_hook_outputs(self->mod, (PyObject *)self, &hook, output) != 0) {

@@ -1,7 +1,7 @@
 /* Selects which transitions and operations of a group Python code performs; see transitions.h.
  *
- * A group without replaced methods runs fc_group_transitions. Otherwise fcpy_group.ops has a
- * dispatch function for each overridden method and the core's function for each other method. */
+ * A group without replaced methods runs fc_group_transitions. Otherwise fcpy_group.transitions has
+ * a dispatch function for each overridden method and the core's function for each other method. */
 #include "transitions.h"
 
 #include "guard.h"
@@ -51,29 +51,29 @@ DISPATCH(dispatch_prefetch, FCPY_CALL_PREFETCH)
 #undef DISPATCH
 
 static fc_transitions transitions_for(uint32_t replaced) {
-    fc_transitions ops = fc_group_transitions;
+    fc_transitions transitions = fc_group_transitions;
     const bool unshard = (replaced & FCPY_CALL_UNSHARD) != 0;
     const bool pre_backward = (replaced & FCPY_CALL_PRE_BACKWARD) != 0;
-    ops.unshard = unshard ? dispatch_unshard : ops.unshard;
-    ops.pre_backward = pre_backward ? dispatch_pre_backward : ops.pre_backward;
+    transitions.unshard = unshard ? dispatch_unshard : transitions.unshard;
+    transitions.pre_backward = pre_backward ? dispatch_pre_backward : transitions.pre_backward;
     const struct {
         uint32_t bit;
         fc_status (**entry)(fc_group *g);
         fc_status (*dispatch)(fc_group *g);
     } entries[] = {
-        {FCPY_CALL_WAIT, &ops.wait_unshard, dispatch_wait},
-        {FCPY_CALL_RESHARD, &ops.reshard, dispatch_reshard},
-        {FCPY_CALL_TO_SHARDED, &ops.to_sharded, dispatch_to_sharded},
-        {FCPY_CALL_POST_BACKWARD, &ops.post_backward, dispatch_post_backward},
-        {FCPY_CALL_FINALIZE, &ops.finalize_backward, dispatch_finalize},
-        {FCPY_CALL_PREFETCH, &ops.backward_prefetch, dispatch_prefetch},
+        {FCPY_CALL_WAIT, &transitions.wait_unshard, dispatch_wait},
+        {FCPY_CALL_RESHARD, &transitions.reshard, dispatch_reshard},
+        {FCPY_CALL_TO_SHARDED, &transitions.to_sharded, dispatch_to_sharded},
+        {FCPY_CALL_POST_BACKWARD, &transitions.post_backward, dispatch_post_backward},
+        {FCPY_CALL_FINALIZE, &transitions.finalize_backward, dispatch_finalize},
+        {FCPY_CALL_PREFETCH, &transitions.backward_prefetch, dispatch_prefetch},
     };
     for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++) {
         if ((replaced & entries[i].bit) != 0) {
             *entries[i].entry = entries[i].dispatch;
         }
     }
-    return ops;
+    return transitions;
 }
 
 /* ---- operations ---- */
@@ -112,8 +112,9 @@ static fc_status refresh(fc_group *g) {
     }
     self->replaced = replaced;
     g->base.fallbacks = fallbacks_for(replaced);
-    self->ops = transitions_for(replaced);
-    g->ops = (replaced & FCPY_CALL_TRANSITIONS) != 0 ? &self->ops : &fc_group_transitions;
+    self->transitions = transitions_for(replaced);
+    g->transitions =
+        (replaced & FCPY_CALL_TRANSITIONS) != 0 ? &self->transitions : &fc_group_transitions;
     return FC_OK;
 }
 

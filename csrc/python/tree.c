@@ -18,14 +18,15 @@ typedef struct fcpy_flat {
     Py_ssize_t count;
 } fcpy_flat;
 
-/* Returns 1 for a leaf that is not a tensor, 2 for a tensor, and 0 for an object that only Python
- * code can traverse. */
-static int leaf_kind(PyObject *item) {
+/* Kinds of items. Only Python code can traverse a container. */
+typedef enum item_kind { CONTAINER, SCALAR, TENSOR } item_kind;
+
+static item_kind kind_of(PyObject *item) {
     if (item == Py_None || PyBool_Check(item) || PyLong_CheckExact(item) ||
         PyFloat_CheckExact(item) || PyUnicode_CheckExact(item)) {
-        return 1;
+        return SCALAR;
     }
-    return fct_py_is_tensor(item) ? 2 : 0;
+    return fct_py_is_tensor(item) ? TENSOR : CONTAINER;
 }
 
 static bool requires_grad(PyObject *tensor) {
@@ -52,11 +53,11 @@ static bool choose_grad(PyObject *tensor, fct_dtype dtype) {
  * MAX_FLAT tensors already. */
 static bool collect_item(PyObject *item, PyObject *key, Py_ssize_t position, choose_fn choose,
                          fct_dtype dtype, fcpy_flat *flat) {
-    int kind = leaf_kind(item);
-    if (kind == 0 || flat->count == MAX_FLAT) {
+    item_kind kind = kind_of(item);
+    if (kind == CONTAINER || flat->count == MAX_FLAT) {
         return false;
     }
-    if (kind == 2 && choose(item, dtype)) {
+    if (kind == TENSOR && choose(item, dtype)) {
         flat->tensors[flat->count] = item;
         flat->keys[flat->count] = key;
         flat->positions[flat->count++] = position;
@@ -175,7 +176,7 @@ static PyObject *cast_tensor(PyObject *tensor, fct_dtype dtype) {
 
 /* Calls the bound cast_tree(dtype, obj), which traverses every kind of container. */
 static PyObject *cast_with_python(fcpy_module *mod, fct_dtype dtype, PyObject *obj) {
-    PyObject *py_dtype = fcpy_get_dtype(dtype);
+    PyObject *py_dtype = fcpy_dtype_object(dtype);
     if (py_dtype == NULL) {
         return NULL;
     }
@@ -186,7 +187,7 @@ static PyObject *cast_with_python(fcpy_module *mod, fct_dtype dtype, PyObject *o
 
 /* Whether a cast need not call Tensor.to(), which subclasses and function modes may replace. */
 static bool can_cast(PyObject *tensor) {
-    return fct_py_is_plain(tensor) && !fct_has_function_mode();
+    return fct_py_is_exact_tensor(tensor) && !fct_has_function_mode();
 }
 
 static bool can_cast_all(const fcpy_flat *flat) {
@@ -226,9 +227,9 @@ done:
 }
 
 PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output) {
-    const int kind = leaf_kind(output);
-    const bool casts = kind == 2 && is_floating(output, dtype);
-    if (kind == 0 || (casts && !can_cast(output))) {
+    const item_kind kind = kind_of(output);
+    const bool casts = kind == TENSOR && is_floating(output, dtype);
+    if (kind == CONTAINER || (casts && !can_cast(output))) {
         return cast_with_python(mod, dtype, output);
     }
     if (casts) {
@@ -353,9 +354,10 @@ static int register_hook(fcpy_module *mod, PyObject *state, const fct_hook *hook
 }
 
 int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *output) {
-    int kind = leaf_kind(output);
-    if (kind != 0) {
-        return kind == 2 && requires_grad(output) ? register_hook(mod, state, hook, output) : 0;
+    item_kind kind = kind_of(output);
+    if (kind != CONTAINER) {
+        return kind == TENSOR && requires_grad(output) ? register_hook(mod, state, hook, output)
+                                                       : 0;
     }
     PyObject *tensors = collect_tensors(mod, output);
     if (tensors == NULL) {

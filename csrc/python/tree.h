@@ -12,8 +12,8 @@ PyObject *fcpy_cast_output(fcpy_module *mod, fct_dtype dtype, PyObject *output);
 /* Passes all tensors in *args and *kwargs that require grad through one post-backward node.
  * Replaces both. */
 int fcpy_insert_node(fcpy_module *mod, const fct_hook *hook, PyObject **args, PyObject **kwargs);
-/* Registers `hook` on the gradient of every tensor in output. `state` is for the warning about
- * views. */
+/* Registers `hook` on the gradient of every tensor in output that requires grad. `state` is for the
+ * warning about views. */
 int fcpy_hook_outputs(fcpy_module *mod, PyObject *state, const fct_hook *hook, PyObject *output);
 
 /* Replaces *args and *kwargs by the items of a 2-tuple. Steals `pair`. Returns -1 if `pair` is NULL

@@ -9,7 +9,8 @@
 #include "hash.h"
 #include "op_label.h"
 
-enum { HASH = 0, COUNT, CHECKSUMS, SUMMARY }; /* COUNT is compared together with HASH */
+/* Integers of an agreement. COUNT is compared together with HASH. */
+enum { HASH = 0, COUNT, CHECKSUMS, SUMMARY_INTEGERS };
 enum { ENTRY_INTEGERS = sizeof(op_entry) / sizeof(int64_t) };
 
 void op_agreement_fini(op_agreement *a) {
@@ -62,10 +63,10 @@ int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued) {
         return 0;
     }
     const bool known = a->count > 0 && !a->unknown;
-    const int64_t summary[SUMMARY] = {known ? (int64_t)a->hash : 0, (int64_t)a->count,
-                                      (int64_t)op_checksums_close(&a->checksums)};
+    const int64_t summary[SUMMARY_INTEGERS] = {known ? (int64_t)a->hash : 0, (int64_t)a->count,
+                                               (int64_t)op_checksums_close(&a->checksums)};
     fct_exchange *round = NULL;
-    if (fct_exchange_start_distinct(pg, summary, SUMMARY, &round) != 0) {
+    if (fct_exchange_start_distinct(pg, summary, SUMMARY_INTEGERS, &round) != 0) {
         return -1;
     }
     a->round = round;
@@ -108,8 +109,8 @@ static op_entry entry_at(const op_agreement *a, uint64_t index) {
     return kept ? a->entries[number % OP_ENTRIES] : (op_entry){0};
 }
 
-/* Bisects the hashes of the two ranks. They agree before `low`, as far as they are kept. Writes the
- * index of the first collective that differs, or `high`. */
+/* Bisects the hashes of the two ranks in [low, high). Writes the index of the first collective that
+ * differs, or `high`. */
 static int find_index(const op_agreement *a, fct_pg *pg, rank_pair ranks, uint64_t low,
                       uint64_t high, uint64_t *index) {
     while (low < high) {
@@ -203,13 +204,13 @@ static int describe_difference(const op_agreement *a, fct_pg *pg, rank_pair rank
 static bool find_ranks(const int64_t *summaries, int64_t world, int field, size_t length,
                        rank_pair *ranks) {
     int64_t first = 0;
-    while (first < world && summaries[first * SUMMARY + field] == 0) {
+    while (first < world && summaries[first * SUMMARY_INTEGERS + field] == 0) {
         first++;
     }
     for (int64_t rank = first + 1; rank < world; rank++) {
-        const int64_t *values = summaries + rank * SUMMARY + field;
-        if (values[0] != 0 &&
-            memcmp(values, summaries + first * SUMMARY + field, length * sizeof *values) != 0) {
+        const int64_t *values = summaries + rank * SUMMARY_INTEGERS + field;
+        if (values[0] != 0 && memcmp(values, summaries + first * SUMMARY_INTEGERS + field,
+                                     length * sizeof *values) != 0) {
             *ranks = (rank_pair){first, rank};
             return true;
         }
@@ -224,8 +225,8 @@ static int compare_summaries(const op_agreement *a, fct_pg *pg, const int64_t *s
     const int64_t world = fct_pg_world_size(pg);
     rank_pair ranks;
     if (find_ranks(summaries, world, HASH, 2, &ranks)) {
-        const uint64_t counts[2] = {(uint64_t)summaries[ranks.first * SUMMARY + COUNT],
-                                    (uint64_t)summaries[ranks.second * SUMMARY + COUNT]};
+        const uint64_t counts[2] = {(uint64_t)summaries[ranks.first * SUMMARY_INTEGERS + COUNT],
+                                    (uint64_t)summaries[ranks.second * SUMMARY_INTEGERS + COUNT]};
         return describe_difference(a, pg, ranks, counts, difference);
     }
     if (find_ranks(summaries, world, CHECKSUMS, 1, &ranks)) {
@@ -266,7 +267,7 @@ size_t op_agreement_copy(const op_agreement *a, op_entry *entries, uint64_t *fir
 }
 
 /* Returns the entry with this number, or an empty one. */
-static op_entry entry_of(const op_entry_list *list, uint64_t number) {
+static op_entry entry_with_number(const op_entry_list *list, uint64_t number) {
     const bool is_listed = number >= list->first && number - list->first < list->count;
     op_entry entry = {0};
     if (is_listed) {
@@ -287,7 +288,7 @@ static void describe_data(const op_entry_list *a, const op_entry_list *b, char *
                           size_t bytes) {
     const size_t count = a->count < b->count ? a->count : b->count;
     for (uint64_t i = 0; i < count; i++) {
-        const op_entry first = entry_of(a, i), second = entry_of(b, i);
+        const op_entry first = entry_with_number(a, i), second = entry_with_number(b, i);
         if (first.hash == 0 || second.hash == 0 || first.hash == second.hash ||
             first.kind != second.kind) {
             continue;
@@ -313,24 +314,24 @@ void op_entries_describe_difference(const op_entry_list *a, const op_entry_list 
     const rank_pair ranks = {a->rank, b->rank};
     const uint64_t end_a = a->first + a->count, end_b = b->first + b->count;
     const uint64_t end = end_a < end_b ? end_a : end_b;
-    const uint64_t longest = end_a < end_b ? end_b : end_a;
+    const uint64_t largest_end = end_a < end_b ? end_b : end_a;
     const uint64_t oldest = a->first < b->first ? b->first : a->first;
     uint64_t number = oldest;
-    op_entry first = entry_of(a, number), second = entry_of(b, number);
+    op_entry first = entry_with_number(a, number), second = entry_with_number(b, number);
     if (first.kind >= OP_GATHERED_DATA || second.kind >= OP_GATHERED_DATA) {
         describe_data(a, b, difference->text, sizeof difference->text);
         return;
     }
     while (number < end && is_equal(&first, &second)) {
         number++;
-        first = entry_of(a, number);
-        second = entry_of(b, number);
+        first = entry_with_number(a, number);
+        second = entry_with_number(b, number);
     }
     if (issued && number >= end && a->count > 0 && b->count > 0) {
-        first = entry_of(a, end_a - 1);
-        second = entry_of(b, end_b - 1);
+        first = entry_with_number(a, end_a - 1);
+        second = entry_with_number(b, end_b - 1);
         write_difference(&first, &second, ranks, " before these collectives", difference);
-    } else if (number < longest) {
+    } else if (number < largest_end) {
         const bool may_be_earlier = issued && number == oldest && oldest > 0;
         write_difference(&first, &second, ranks,
                          may_be_earlier ? " at or before this collective" : "", difference);

@@ -62,7 +62,7 @@ FCT_CHECK int op_agreement_await(op_agreement *a, fct_pg *pg, fct_difference *di
 FCT_CHECK int op_entry_describe_difference(const op_entry *own, fct_pg *pg, int64_t rank,
                                            fct_difference *difference);
 
-/* The latest collectives of a rank. */
+/* The latest collectives of a rank, or the checksums of an interval. */
 typedef struct op_entry_list {
     int64_t rank;
     uint64_t first; /* number of the first one */
@@ -74,7 +74,8 @@ typedef struct op_entry_list {
 size_t op_agreement_copy(const op_agreement *a, op_entry *entries, uint64_t *first);
 /* Describes the first collective that differs between two ranks. `issued`: all collectives of the
  * lists were issued. Then both lists may be without the difference, and the text has the latest
- * collective of each rank. */
+ * collective of each rank. For lists of op_checksums_copy, describes the first checksum that
+ * differs. */
 void op_entries_describe_difference(const op_entry_list *a, const op_entry_list *b, bool issued,
                                     fct_difference *difference);
 

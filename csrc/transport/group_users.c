@@ -5,16 +5,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct group_count {
-    struct group_count *next;
+typedef struct user_count {
+    struct user_count *next;
     int64_t count;
     char name[]; /* of the process group */
-} group_count;
+} user_count;
 
-static group_count *group_counts;
+static user_count *user_counts;
 
-static group_count **find_count(const char *name) {
-    group_count **at = &group_counts;
+static user_count **find_count(const char *name) {
+    user_count **at = &user_counts;
     while (*at != NULL && strcmp((*at)->name, name) != 0) {
         at = &(*at)->next;
     }
@@ -23,10 +23,10 @@ static group_count **find_count(const char *name) {
 
 bool fct_group_users_add(const char *name) {
     assert(name != NULL);
-    group_count **at = find_count(name);
+    user_count **at = find_count(name);
     if (*at == NULL) {
         const size_t bytes = strlen(name) + 1;
-        *at = (group_count *)calloc(1, sizeof **at + bytes);
+        *at = (user_count *)calloc(1, sizeof **at + bytes);
         if (*at == NULL) {
             return false;
         }
@@ -38,8 +38,8 @@ bool fct_group_users_add(const char *name) {
 
 int64_t fct_group_users_take(const char *name) {
     assert(name != NULL);
-    group_count **at = find_count(name);
-    group_count *entry = *at;
+    user_count **at = find_count(name);
+    user_count *entry = *at;
     if (entry == NULL) {
         return 1;
     }

@@ -9,7 +9,7 @@
 /* Adds one user of the process group `name`. Returns false if there is no memory. Precondition:
  * `name` is not NULL. */
 bool fct_group_users_add(const char *name);
-/* Removes the number of a process group and returns it. Returns 1 if there is no number. */
+/* Removes and returns the number of users of a process group. Returns 1 if no user was added. */
 int64_t fct_group_users_take(const char *name);
 
 #endif

@@ -16,9 +16,9 @@
 
 typedef enum negotiation_state { PENDING = 0, CONNECTING, ACCEPTED, DECLINED } negotiation_state;
 
-/* Integers of round 1: the number of this rank's fallback gathers (0: veto), the fields of its
- * shm_ring_handle (0: no ring), the hash of its plan or FCT_PLAN_*, and its flags. */
-enum { CAPABILITIES = 6, PLAN = 4, FLAGS = 5 };
+/* Integers of round 1. FALLBACK_GATHERS is 0 for a veto. The pid is 0 without a ring. PLAN is the
+ * hash of this rank's plan, or FCT_PLAN_*. */
+enum { FALLBACK_GATHERS = 0, RING_PID, RING_FD, RING_TOKEN, PLAN, FLAGS, CAPABILITY_INTEGERS };
 /* Flags: the rank waits for its gather, and the rank allows agreements. */
 enum { WAITS = 1, AGREES = 2 };
 
@@ -32,7 +32,7 @@ struct shm_negotiation {
     negotiation_state state;
     shm_transport *transport; /* NULL if declined */
     bool paused;
-    bool attached;   /* to the process group; a second call would close the negotiation */
+    bool attached;   /* a second call of shm_attach would close the negotiation */
     bool closed;     /* shm_negotiation_close was called */
     int64_t gathers; /* number of gathers that gloo has moved */
     /* Gathers that gloo moves after each round. While pending, the number of this rank. */
@@ -201,24 +201,24 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
     }
     const int64_t count = fct_group_users_take(fct_pg_name(pg));
     n->fallback_gathers = count > n->fallback_gathers ? count : n->fallback_gathers;
-    int64_t values[CAPABILITIES] = {0};
+    int64_t values[CAPABILITY_INTEGERS] = {0};
     values[PLAN] = (int64_t)n->first_plan;
     values[FLAGS] = (n->waits ? WAITS : 0) | (fct_requests_flight_recorder() ? 0 : AGREES);
     if (fct_accepts_shared_memory()) {
         if (!n->attached && attach(pg, n, &n->attached) != 0) {
             return -1;
         }
-        values[0] = n->fallback_gathers;
+        values[FALLBACK_GATHERS] = n->fallback_gathers;
         shm_transport *transport = n->attached ? shm_transport_open() : NULL;
         if (transport != NULL) {
             const shm_ring_handle handle = shm_transport_handle(transport);
-            values[1] = handle.pid;
-            values[2] = handle.fd;
-            values[3] = handle.token;
+            values[RING_PID] = handle.pid;
+            values[RING_FD] = handle.fd;
+            values[RING_TOKEN] = handle.token;
         }
         shm_transport_release(set_state(n, PENDING, transport));
     }
-    return fct_exchange_start(pg, values, CAPABILITIES, &n->capabilities);
+    return fct_exchange_start(pg, values, CAPABILITY_INTEGERS, &n->capabilities);
 }
 
 /* Waits for round 1 and applies its results, unless another thread has applied them during the
@@ -235,20 +235,22 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
         n->compares = true;
         n->handles = (shm_ring_handle *)malloc((size_t)world * sizeof *n->handles);
         for (int64_t rank = 0; rank < world; rank++) {
-            const int64_t *values = results + rank * CAPABILITIES;
-            n->fallback_gathers = values[0] > n->fallback_gathers ? values[0] : n->fallback_gathers;
-            all_accept = all_accept && values[0] != 0 && values[1] != 0;
+            const int64_t *values = results + rank * CAPABILITY_INTEGERS;
+            const int64_t gathers = values[FALLBACK_GATHERS];
+            n->fallback_gathers = gathers > n->fallback_gathers ? gathers : n->fallback_gathers;
+            all_accept = all_accept && gathers != 0 && values[RING_PID] != 0;
             all_wait = all_wait && (values[FLAGS] & WAITS) != 0;
             all_agree = all_agree && (values[FLAGS] & AGREES) != 0 && values[PLAN] != FCT_PLAN_OFF;
             n->compares = n->compares && op_is_plan(values[PLAN]);
             if (n->handles != NULL) {
-                n->handles[rank] = (shm_ring_handle){values[1], values[2], values[3]};
+                n->handles[rank] =
+                    (shm_ring_handle){values[RING_PID], values[RING_FD], values[RING_TOKEN]};
             }
         }
         n->fallback_gathers = all_wait ? 0 : n->fallback_gathers;
         n->compares_later_plans = n->compares && all_wait;
         n->agrees = all_agree;
-        n->first_result = op_plans_compare(results + PLAN, world, CAPABILITIES);
+        n->first_result = op_plans_compare(results + PLAN, world, CAPABILITY_INTEGERS);
         end_round(&n->capabilities);
         if (all_accept) {
             (void)pthread_mutex_lock(&n->mutex);
@@ -591,7 +593,7 @@ const op_label_blocks *shm_negotiation_blocks(const shm_negotiation *n) {
     return &n->agreement.blocks;
 }
 
-uint64_t shm_negotiation_count(const shm_negotiation *n) {
+uint64_t shm_negotiation_recorded_count(const shm_negotiation *n) {
     return n->agreement.total;
 }
 

@@ -64,9 +64,9 @@ FCT_CHECK int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, s
 /* Compares the hash of this rank's plan with those of all ranks, before a gather or an all-reduce.
  * Without a hash no comparison takes place. Round 1 carries the first hash of a process group.
  * Shared memory carries later hashes in the labels of messages (op_tag.h), and gloo in one exchange
- * per hash if all ranks wait in round 1. `waits`: all ranks issue this collective at the same point
- * of a forward or backward, so the call waits for the answers. If all ranks wait in round 1, the
- * call also completes round 2, and the fallback moves no gather. Errors and repetition as in
+ * per hash if all ranks wait in round 1. `waits`: the caller waits for its collective at once, so
+ * the call waits for the answers, too. If all ranks wait in round 1, the call also completes round
+ * 2, and the fallback moves no gather. Errors and repetition as in
  * shm_negotiation_run. */
 FCT_CHECK int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint64_t plan,
                                            bool waits, shm_attach attach, fct_plan_result *result);
@@ -108,7 +108,7 @@ FCT_CHECK int shm_negotiation_check_stopped(const shm_negotiation *n);
 /* Copies the latest recorded collectives; see op_agreement_copy. An agreement in flight follows as
  * one more entry, so `entries` has space for OP_ENTRIES + 1. */
 size_t shm_negotiation_copy_entries(const shm_negotiation *n, op_entry *entries, uint64_t *first);
-uint64_t shm_negotiation_count(const shm_negotiation *n); /* of recorded collectives */
+uint64_t shm_negotiation_recorded_count(const shm_negotiation *n); /* collectives */
 /* Returns the hashes of the labels of recorded collectives. The negotiation owns them. */
 const op_label_blocks *shm_negotiation_blocks(const shm_negotiation *n);
 /* Returns the signature of a compared collective by its number among these, or 0. */

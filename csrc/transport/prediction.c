@@ -4,7 +4,7 @@
 #include <assert.h>
 #include <stdlib.h>
 
-enum { BUCKET = 4, BUCKETS = OP_SUCCESSORS / BUCKET };
+enum { BUCKET_ENTRIES = 4, BUCKETS = OP_SUCCESSORS / BUCKET_ENTRIES };
 
 /* The lengths of contexts. A repeated sequence is predicted if its longest ambiguous part is
  * shorter than the longest context. A step of gradient accumulation may have 500 collectives. */
@@ -49,17 +49,17 @@ bool op_prediction_reserve(op_prediction *p) {
     return true;
 }
 
-/* Returns the key of the current context of a length. */
-static uint64_t key_of(const op_prediction *p, int length) {
-    uint64_t key = (p->contexts[length] ^ lengths[length]) * base;
+/* Returns the key of the current context of length lengths[i]. */
+static uint64_t context_key(const op_prediction *p, int i) {
+    uint64_t key = (p->contexts[i] ^ lengths[i]) * base;
     key ^= key >> 29;
     return key != 0 ? key : 1;
 }
 
 /* Returns the entry of a context, or NULL. */
 static op_successor *find_successor(const op_prediction *p, uint64_t key) {
-    op_successor *bucket = &p->successors[key % BUCKETS * BUCKET];
-    for (int i = 0; i < BUCKET; i++) {
+    op_successor *bucket = &p->successors[key % BUCKETS * BUCKET_ENTRIES];
+    for (int i = 0; i < BUCKET_ENTRIES; i++) {
         if (bucket[i].context == key) {
             return &bucket[i];
         }
@@ -69,12 +69,13 @@ static op_successor *find_successor(const op_prediction *p, uint64_t key) {
 
 /* Adds an entry. In a full bucket it replaces another one. */
 static void add_successor(op_prediction *p, uint64_t key, uint64_t value) {
-    op_successor *bucket = &p->successors[key % BUCKETS * BUCKET];
+    op_successor *bucket = &p->successors[key % BUCKETS * BUCKET_ENTRIES];
     int i = 0;
-    while (i < BUCKET && bucket[i].context != 0) {
+    while (i < BUCKET_ENTRIES && bucket[i].context != 0) {
         i++;
     }
-    bucket[i < BUCKET ? (uint64_t)i : (key >> 32) % BUCKET] = (op_successor){key, value};
+    bucket[i < BUCKET_ENTRIES ? (uint64_t)i : (key >> 32) % BUCKET_ENTRIES] =
+        (op_successor){key, value};
 }
 
 /* Returns the entry of the longest current context that is known, or NULL. Writes the index of the
@@ -83,7 +84,7 @@ static op_successor *find_longest(const op_prediction *p, int *longer) {
     op_successor *found = NULL;
     int i = p->successors != NULL ? OP_CONTEXTS : 0;
     while (i > 0 && found == NULL) {
-        found = p->count >= lengths[i - 1] ? find_successor(p, key_of(p, i - 1)) : NULL;
+        found = p->count >= lengths[i - 1] ? find_successor(p, context_key(p, i - 1)) : NULL;
         i -= found == NULL ? 1 : 0;
     }
     *longer = i;
@@ -108,7 +109,7 @@ static void learn(op_prediction *p, uint64_t value) {
         successor->value = 0;
     }
     if (longer < OP_CONTEXTS && p->count >= lengths[longer]) {
-        add_successor(p, key_of(p, longer), value);
+        add_successor(p, context_key(p, longer), value);
     }
 }
 

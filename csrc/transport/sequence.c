@@ -29,8 +29,8 @@ bool op_sequence_expects(const op_sequence *s, uint64_t signature) {
     if (s->ended) {
         return true;
     }
-    if (s->certain != 0) {
-        return signature == 0 || signature == s->certain;
+    if (s->required != 0) {
+        return signature == 0 || signature == s->required;
     }
     const uint64_t predicted = s->round == NULL ? op_prediction_next(&s->prediction) : 0;
     return predicted != 0 && (signature == 0 || signature == predicted);
@@ -41,8 +41,9 @@ bool op_sequence_expects(const op_sequence *s, uint64_t signature) {
  * the exchange is an all-gather. */
 static int start_exchange(op_sequence *s, fct_pg *pg, uint64_t signature) {
     const int64_t value = (int64_t)signature;
-    const int status = s->changed ? fct_exchange_start(pg, &value, 1, &s->round)
-                                  : fct_exchange_start_distinct(pg, &value, 1, &s->round);
+    const int status = s->agreement_may_follow
+                           ? fct_exchange_start(pg, &value, 1, &s->round)
+                           : fct_exchange_start_distinct(pg, &value, 1, &s->round);
     s->offered = signature;
     return status;
 }
@@ -88,7 +89,7 @@ static int depart(op_sequence *s, fct_pg *pg, uint64_t signature, const op_entry
     bool is_certain = handler == NULL;
     const int status = handler != NULL ? handler(pg, number, signature, entry, &is_certain) : 0;
     if (s->prediction.count == number) {
-        s->certain = is_certain ? signature : 0;
+        s->required = is_certain ? signature : 0;
     } else if (status == 0) {
         return raise_issued_by_handler();
     }
@@ -104,7 +105,7 @@ int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature, const op
         fct_error_no_memory();
         return -1;
     }
-    if (s->certain != 0) {
+    if (s->required != 0) {
         describe_change(pg, difference);
         return 0;
     }
@@ -130,7 +131,7 @@ int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature, const op
         return op_entry_describe_difference(entry, pg, rank, difference);
     }
     if (offered != signature) { /* a signal handler had interrupted the wait */
-        s->changed = offered == op_signature(OP_AGREEMENT, 0);
+        s->agreement_may_follow = offered == op_signature(OP_AGREEMENT, 0);
         describe_change(pg, difference);
     }
     return 0;
@@ -139,9 +140,10 @@ int op_sequence_compare(op_sequence *s, fct_pg *pg, uint64_t signature, const op
 void op_sequence_add(op_sequence *s, uint64_t signature) {
     assert(s->round == NULL);
     if (!s->ended) {
-        const uint64_t expected = s->certain != 0 ? s->certain : op_prediction_next(&s->prediction);
+        const uint64_t expected =
+            s->required != 0 ? s->required : op_prediction_next(&s->prediction);
         op_prediction_add(&s->prediction, signature != 0 ? signature : expected);
     }
-    s->certain = 0;
-    s->changed = false;
+    s->required = 0;
+    s->agreement_may_follow = false;
 }

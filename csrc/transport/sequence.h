@@ -29,15 +29,16 @@ typedef struct op_sequence {
     op_prediction prediction; /* of signatures */
     fct_exchange *round;      /* exchange of the next signature; NULL: none, or read */
     uint64_t offered;         /* this rank's signature in `round` */
-    uint64_t certain;         /* the other ranks issue this signature next; 0: unknown */
-    bool changed;             /* the other ranks may issue an agreement next */
-    bool ended;               /* a rank sent signature 0: the ranks compare no further sizes */
+    uint64_t required; /* this rank must issue this signature next, as the others do; 0: none */
+    bool agreement_may_follow; /* the other ranks may issue an agreement next */
+    bool ended;                /* a rank sent signature 0: the ranks compare no further sizes */
 } op_sequence;
 
 /* Returns 0 if all ranks issue the collective with this number and signature, and -1 with a Python
- * exception if a rank issues another one. `entry` describes this rank's collective. Writes true to
- * *is_certain if the other ranks issue it. If a signal handler has raised an exception meanwhile,
- * also returns -1, and this rank's next collective must be the same one. */
+ * exception if a rank issues another one, or if a signal handler has raised an exception meanwhile.
+ * `entry` describes this rank's collective. Always writes *is_certain: whether the other ranks
+ * issue this collective. Then the next collective of this rank must be the same one, also after -1.
+ */
 typedef int (*op_departure_handler)(fct_pg *pg, uint64_t number, uint64_t signature,
                                     const op_entry *entry, bool *is_certain);
 /* Sets the handler of this process. */

@@ -1,5 +1,6 @@
 /* Collectives over shared memory: all-gather, reduce-scatter and all-reduce of memory that the
- * caller describes by addresses. Messages contain the bytes of a rank shard in shard order.
+ * caller describes by addresses. The messages of a rank shard contain its bytes in the order of
+ * shm_segment.begin.
  *
  * Preconditions: shm_collective_new returned the collective. A collective is started once, and
  * waited for after its start. */
@@ -16,8 +17,8 @@ bool shm_can_sum(int32_t dtype);
 shm_collective *shm_collective_new(const shm_request *request);
 /* Frees a collective that is not submitted, or that is complete. NULL is allowed. */
 void shm_collective_free(shm_collective *c);
-/* Frees the list of segments, so that the collective holds no stale address. All messages were
- * read. */
+/* Frees the list of segments, so that the collective holds no stale address. Precondition: all
+ * messages were read. */
 void shm_collective_drop_segments(shm_collective *c);
 /* Submits the collective; see shm_transport_submit. */
 shm_submit_result shm_collective_start(shm_collective *c, shm_transport *t, shm_owner owner,

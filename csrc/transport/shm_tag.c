@@ -1,4 +1,5 @@
-/* Tags of messages; see shm_tag.h. Bits 0-1: operation. Bits 2-7: dtype. Bits 8-31: cache lines. */
+/* Tags of messages; see shm_tag.h. Bits 0-1: operation. Bits 2-7: dtype. Bits 8-31: cache
+ * lines modulo 2^24. */
 #include "shm_tag.h"
 
 #include <assert.h>

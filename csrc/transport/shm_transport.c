@@ -3,9 +3,9 @@
  * shm_transport_submit copies this rank's data into its ring. shm_transport_progress and
  * shm_transport_wait read the peers' rings. An operation that fits into the ring needs no
  * background thread: submit writes all of it. Threads that wait for the transport write the rest of
- * a larger operation while peers read. The progress thread waits for operations that are larger
- * than the ring (progress.h). Messages are written and read in order of issue. The transport makes
- * no system call while no thread waits.
+ * other operations while peers read. The progress thread (progress.h) waits for an operation that
+ * submit has not written completely. Messages are written and read in order of issue. The transport
+ * makes no system call while no thread waits.
  *
  * A reader compares the tag and the size of each message with its own, and reports a mismatch.
  * After a mismatch, a timeout or the end of a rank, messages cannot be matched any more. All later
@@ -243,9 +243,9 @@ static void describe_mismatch(const shm_transport *t, const shm_op *op, size_t b
 
 /* Returns the first rank after this one whose next message is not committed, or NO_PEER. Writes the
  * peers' data to peer_data if it is not NULL. Returns FAILED and writes `error` if a message is
- * corrupt or belongs to another collective, or if a peer has closed its ring. Reads the messages of
- * all peers first: a peer closes its ring because of the mismatch that this rank also reports.
- * Caller holds `mutex`. */
+ * corrupt or belongs to another collective, or if a peer has closed its ring. A peer may have
+ * closed its ring after a mismatch, which this rank must report, too. So a mismatch with any peer
+ * precedes a closed ring. Caller holds `mutex`. */
 static int find_missing_peer(const shm_transport *t, const shm_op *op, const char **peer_data,
                              char error[SHM_ERROR_BYTES]) {
     const size_t bytes = op->methods->message_bytes(op, op->read);

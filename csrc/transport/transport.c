@@ -80,7 +80,7 @@ uint64_t fct_number_checksum_interval(fct_pg *pg) {
     shm_negotiation *n = fct_negotiation_find(pg);
     return n == NULL ? 0
                      : op_checksums_number_interval(shm_negotiation_device_checksums(n),
-                                                    shm_negotiation_count(n));
+                                                    shm_negotiation_recorded_count(n));
 }
 
 void fct_drop_checksums(fct_pg *pg) {

@@ -17,9 +17,8 @@
 #include "shm.h"
 
 /* Compares the hash of this rank's plan, or FCT_PLAN_*, with those of all ranks of the process
- * group; see shm_negotiation_compare_plan. `waits`: the caller waits for its collective before it
- * returns to the user. On devices other than the CPU, and if the CPU backend is not gloo, the
- * result is FCT_PLANS_EQUAL without a comparison. */
+ * group; see shm_negotiation_compare_plan, also for `waits`. On devices other than the CPU, and if
+ * the CPU backend is not gloo, the result is FCT_PLANS_EQUAL without a comparison. */
 FCT_CHECK int fct_compare_plan(fct_pg *pg, fct_device device, uint64_t plan, bool waits,
                                fct_plan_result *result);
 

@@ -300,7 +300,7 @@ static void group_init(sim_group *g, sim_model *m, size_t layer, size_t index) {
     }
     fc_group_init(&g->core, g, &sim_callbacks, &m->comm, params, g->count, sim_device(), s->world,
                   s->rank);
-    g->core.ops = &sim_transitions;
+    g->core.transitions = &sim_transitions;
     g->core.base.name = g->name;
     g->core.base.reduce_dtype = s->reduce_dtype != 0 ? s->reduce_dtype : FCT_NO_DTYPE;
     process_groups_init(g, s);
