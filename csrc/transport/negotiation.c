@@ -16,8 +16,8 @@
 
 typedef enum negotiation_state { PENDING = 0, CONNECTING, ACCEPTED, DECLINED } negotiation_state;
 
-/* Integers of round 1. FALLBACK_GATHERS is 0 for a veto. The pid is 0 without a ring. PLAN is the
- * hash of this rank's plan, or FCT_PLAN_*. */
+/* Integers of round 1. RING_PID is 0 for a veto, or without a ring. PLAN is the hash of this rank's
+ * plan, or FCT_PLAN_*. */
 enum { FALLBACK_GATHERS = 0, RING_PID, RING_FD, RING_TOKEN, PLAN, FLAGS, CAPABILITY_INTEGERS };
 /* Flags: the rank waits for its gather, and the rank allows agreements. */
 enum { WAITS = 1, AGREES = 2 };
@@ -202,13 +202,13 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
     const int64_t count = fct_group_users_take(fct_pg_name(pg));
     n->fallback_gathers = count > n->fallback_gathers ? count : n->fallback_gathers;
     int64_t values[CAPABILITY_INTEGERS] = {0};
+    values[FALLBACK_GATHERS] = n->fallback_gathers;
     values[PLAN] = (int64_t)n->first_plan;
     values[FLAGS] = (n->waits ? WAITS : 0) | (fct_requests_flight_recorder() ? 0 : AGREES);
     if (fct_accepts_shared_memory()) {
         if (!n->attached && attach(pg, n, &n->attached) != 0) {
             return -1;
         }
-        values[FALLBACK_GATHERS] = n->fallback_gathers;
         shm_transport *transport = n->attached ? shm_transport_open() : NULL;
         if (transport != NULL) {
             const shm_ring_handle handle = shm_transport_handle(transport);
@@ -238,7 +238,7 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
             const int64_t *values = results + rank * CAPABILITY_INTEGERS;
             const int64_t gathers = values[FALLBACK_GATHERS];
             n->fallback_gathers = gathers > n->fallback_gathers ? gathers : n->fallback_gathers;
-            all_accept = all_accept && gathers != 0 && values[RING_PID] != 0;
+            all_accept = all_accept && values[RING_PID] != 0;
             all_wait = all_wait && (values[FLAGS] & WAITS) != 0;
             all_agree = all_agree && (values[FLAGS] & AGREES) != 0 && values[PLAN] != FCT_PLAN_OFF;
             n->compares = n->compares && op_is_plan(values[PLAN]);

@@ -127,9 +127,33 @@ static void compare_after_round_1(void) {
     end(n);
 }
 
+static int first_rank_with_veto;
+
+/* Rank r has r + 1 parameter groups, and no rank waits for its first gather. All ranks begin to
+ * compare sizes after as many gathers as the last rank has groups. */
+static void compare_after_the_largest_number_of_groups(void) {
+    if (me.rank >= first_rank_with_veto) {
+        require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
+    }
+    shm_negotiation *n = begin();
+    for (int i = 0; i <= me.rank; i++) {
+        require(fct_group_users_add("group"));
+    }
+    (void)compare(n, 7, false);
+    for (int i = 0; i < me.world; i++) {
+        require(!is_accepted(n, FCT_USE_GATHER) && !shm_negotiation_compares_sizes(n));
+        require(gather(n, "a", 8) == 0);
+    }
+    require(!is_accepted(n, FCT_USE_GATHER) && shm_negotiation_compares_sizes(n));
+    end(n);
+}
+
 static void ranks_begin_to_compare_at_the_same_collective(void **state) {
     (void)state;
     run_negotiation(compare_after_round_1, 2);
+    for (first_rank_with_veto = 0; first_rank_with_veto < 3; first_rank_with_veto++) {
+        run_negotiation(compare_after_the_largest_number_of_groups, 3);
+    }
 }
 
 /* ---- with a prediction ---- */
