@@ -182,10 +182,9 @@ class Cuda:
             "FSDP_C_CUDART": self.cudart,
         }
 
-    @staticmethod
-    def none() -> dict[str, str]:
-        """Returns CMake's definitions of a build without CUDA kernels."""
-        return dict.fromkeys(["FSDP_C_NVCC", "FSDP_C_NVCC_OPTIONS", "FSDP_C_CUDART"], "")
+
+WITHOUT_CUDA = dict.fromkeys(["FSDP_C_NVCC", "FSDP_C_NVCC_OPTIONS", "FSDP_C_CUDART"], "")
+"""CMake's definitions of a build without CUDA kernels."""
 
 
 def find() -> Cuda | None:

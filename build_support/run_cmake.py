@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .find_cuda import Cuda, print_banner
+from .find_cuda import WITHOUT_CUDA, Cuda, print_banner
 
 CACHED_VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")
 """Environment variables that CMake reads only when it configures a directory for the first time."""
@@ -188,7 +188,7 @@ def build(
             "built without them: on a GPU, NVRTC compiles them at the first use. To build them "
             "now, use an nvcc that works, or name architectures in TORCH_CUDA_ARCH_LIST."
         )
-    configure(source, directory, {**definitions, **Cuda.none()})
+    configure(source, directory, {**definitions, **WITHOUT_CUDA})
     if not compile_targets(directory, targets, jobs):
         raise SystemExit("fsdp_c: does not compile; the messages of the compiler are above")
     return False

@@ -93,7 +93,7 @@ class TorchSource:
 
     @functools.cache  # noqa: B019
     def _list_imports(self, module: str) -> dict[str, tuple[str, str]]:
-        """Returns the module and the name of each name that ``module`` imports."""
+        """Maps each name that ``module`` imports to the module and the name of its origin."""
         file = self._find_file(module)
         imports: dict[str, tuple[str, str]] = {}
         for node in ast.walk(ast.parse(file[0])) if file is not None else ():
@@ -106,10 +106,11 @@ class TorchSource:
         return imports
 
     def find(self, dotted: str) -> tuple[str, str] | None:
-        """Returns the module that defines a dotted name, and the qualified name there.
+        """Returns the module that defines the first name after the module, and that name there.
 
-        Follows imports. Returns ``None`` for modules, and for names without source, such as those
-        of C code.
+        Of ``torch.nn.Module.forward`` this is ``Module`` in ``torch.nn.modules.module``. Follows
+        imports. Returns ``None`` for modules, and for names without source, such as those of C
+        code.
         """
         parts = dotted.split(".")
         lengths = range(len(parts), 0, -1)
@@ -134,7 +135,8 @@ class Definition:
 
     Attributes:
         kind: ``function``, ``property``, ``class`` or ``value``.
-        signature: Arguments and result; base classes; the type and the value.
+        signature: Arguments and result of a function, bases of a class, or the statement that
+            sets a value.
         messages: The texts of its exceptions, warnings and log lines, without duplicates.
         lines: Its source without docstrings, comments, indentation and blank lines. For a class,
             the lines outside of its members.
@@ -265,7 +267,7 @@ class _Reader:
                         self._add(f"{name}.{target.attr}", "value", text, (), ("attribute",))
 
     def _get_lines(self, node: ast.stmt, without: list[ast.stmt]) -> tuple[str, ...]:
-        """Returns the node's lines as :class:`Definition` describes, without some statements."""
+        """Returns ``Definition.lines`` of the node, without the lines of some statements."""
         skipped: set[int] = set()
         docstrings = [
             body[0]
