@@ -29,7 +29,7 @@
 #define SEARCH 5      /* find_index */
 #define FIRST_LABEL 6 /* the last exchange of describe_difference */
 #define STUCK 7       /* ranks have issued messages of different algorithms */
-#ifdef WEAK_EXCHANGE_HAS_OWN_ALGORITHM
+#ifdef WITHOUT_EXCHANGE_HAS_OWN_ALGORITHM
 #define ALGORITHM(message) ((message) == REDUCE -> 1 : 0)
 #else
 #define ALGORITHM(message) ((message) == REDUCE -> 1 : ((message) <= GATHER -> 0 : 2))
@@ -51,7 +51,7 @@ byte differs[STEPS];  /* pairs of ranks whose labels differ in a step */
 byte unknowns[STEPS]; /* ranks with unknown labels in a step */
 byte raised[RANKS];   /* mismatches that a rank has raised */
 byte outcome[RANKS];
-bit left_alone;       /* a rank left out collectives that its peers issue */
+bit left_out;       /* a rank left out collectives that its peers issue */
 bit left_late;        /* a rank left a backward after it had issued its collectives */
 bit has_died, died_early;
 
@@ -64,7 +64,7 @@ bit has_died, died_early;
 #define ALLOWS(r) allows[r]
 /* The ranks may have issued different sequences of collectives. Their waits may then last until the
  * time limit of the process group. */
-#define MAY_SHIFT (left_alone || (left_late && differences > 0))
+#define MAY_SHIFT (left_out || (left_late && differences > 0))
 
 /* Compares the label of collective `index` with those of the other ranks. */
 inline observe_label(label) {
@@ -143,7 +143,7 @@ inline read_capabilities() {
     if
     :: err == 0 ->
         round_1 = NONE;
-#ifdef WEAK_ALL_RANKS_ALLOW
+#ifdef WITHOUT_ALL_RANKS_ALLOW
         agrees = allows[me]
 #else
         agrees = ALL(ALLOWS)
@@ -160,7 +160,7 @@ inline add_label(label) {
         if
         :: label == UNKNOWN -> unknown = 1
         :: else ->
-#ifdef WEAK_LABEL_IS_HASHED
+#ifdef WITHOUT_LABEL_IS_HASHED
             hash = hash * 8 + (label <= 2 -> 1 : 3)
 #else
             hash = hash * 8 + label
@@ -173,13 +173,13 @@ inline add_label(label) {
 /* shm_negotiation_start_agreement, op_agreement_start */
 inline start_agreement() {
     if
-#ifndef WEAK_ROUND_1_IS_READ_FIRST
+#ifndef WITHOUT_ROUND_1_IS_READ_FIRST
     :: count > 0 && round_1 != NONE -> read_capabilities()
 #endif
     :: else
     fi;
     if
-#ifdef WEAK_EMPTY_INTERVAL_HAS_NO_EXCHANGE
+#ifdef WITHOUT_EMPTY_INTERVAL_HAS_NO_EXCHANGE
     :: err == 0 && agrees ->
 #else
     :: err == 0 && agrees && count > 0 ->
@@ -187,7 +187,7 @@ inline start_agreement() {
         issue(SUMMARY, 0);
         d_step {
             summary[me * 2 + parity] = (unknown -> 0 : hash);
-#ifdef WEAK_ABANDONED_ROUND_IS_DROPPED
+#ifdef WITHOUT_ABANDONED_ROUND_IS_DROPPED
             round = (round == NONE -> index : round);
             round_parity = (round == index -> parity : round_parity);
 #else
@@ -195,7 +195,7 @@ inline start_agreement() {
             round_parity = parity;
 #endif
             parity = 1 - parity;
-#ifndef WEAK_INTERVAL_ENDS_AT_AGREEMENT_START
+#ifndef WITHOUT_INTERVAL_ENDS_AT_AGREEMENT_START
             hash = EMPTY_HASH;
 #endif
             count = 0;
@@ -209,21 +209,21 @@ inline start_agreement() {
 /* find_ranks: the first rank with a known hash, and a rank with another. */
 #define SENT(r) summary[(r) * 2 + round_parity]
 #define DIFFER(a, b) (SENT(a) != 0 && SENT(b) != 0 && SENT(a) != SENT(b))
-#if defined(WEAK_UNKNOWN_EQUALS_ALL)
+#if defined(WITHOUT_UNKNOWN_EQUALS_ALL)
 #define FOUND (SENT(0) != SENT(1))
 #elif RANKS == 2
 #define FOUND DIFFER(0, 1)
-#elif defined(WEAK_FIRST_KNOWN_RANK_IS_COMPARED)
+#elif defined(WITHOUT_FIRST_KNOWN_RANK_IS_COMPARED)
 #define FOUND (DIFFER(0, 1) || DIFFER(0, 2))
 #else
 #define FOUND (DIFFER(0, 1) || DIFFER(0, 2) || (SENT(0) == 0 && DIFFER(1, 2)))
 #endif
-#ifdef WEAK_ALL_RANKS_SEARCH
+#ifdef WITHOUT_ALL_RANKS_SEARCH
 #define MAY_SEARCH (me == 0 || DIFFER(0, me))
 #else
 #define MAY_SEARCH true
 #endif
-#ifdef WEAK_ALL_RANKS_RAISE
+#ifdef WITHOUT_ALL_RANKS_RAISE
 #define MAY_RAISE DIFFER(0, me)
 #else
 #define MAY_RAISE true
@@ -282,7 +282,7 @@ inline run_collective(message, label, other_label) {
         issue(message, other_label); work = index; add_label(other_label)
     :: atomic { err == 0 && faults > 0 -> faults-- }
         issue(message, UNKNOWN); work = index; add_label(UNKNOWN)
-    :: atomic { err == 0 && faults > 0 -> faults--; left_alone = 1 } /* leaves it out */
+    :: atomic { err == 0 && faults > 0 -> faults--; left_out = 1 } /* leaves it out */
     :: atomic { err == 0 && faults > 0 -> faults--; err = RAISED }
     fi
 }
@@ -297,10 +297,10 @@ inline await_work() {
 
 inline run_optimizer() {
     /* The gradients of collectives with different labels are not used. */
-    assert(VISIBLE == 0 || !ALL(ALLOWS) || is_alone)
+    assert(VISIBLE == 0 || !ALL(ALLOWS) || raised_alone)
 }
 
-#ifdef WEAK_OPTIMIZER_FOLLOWS_AGREEMENT
+#ifdef WITHOUT_OPTIMIZER_FOLLOWS_AGREEMENT
 #define OPTIMIZE 9
 #else
 #define OPTIMIZE 10
@@ -331,12 +331,12 @@ inline reset() {
 inline leave_step() {
     d_step {
         if
-        :: issued[me] == before && err == INTERRUPT
+        :: issued[me] == issued_before_step && err == INTERRUPT
         :: action > START && err == INTERRUPT -> left_late = 1; step++
-        :: else -> left_alone = 1; step++
+        :: else -> left_out = 1; step++
         fi;
-        is_alone = is_alone || issued[me] != before || err != INTERRUPT;
-        before = issued[me];
+        raised_alone = raised_alone || issued[me] != issued_before_step || err != INTERRUPT;
+        issued_before_step = issued[me];
         err = 0
     }
     reset()
@@ -352,10 +352,10 @@ inline leave_step() {
 #endif
 
 proctype rank(byte me) {
-    byte step, action, before, work, index, err, other, entry;
+    byte step, action, issued_before_step, work, index, err, other, entry;
     byte count, round_1, round;
     int hash;
-    bit unknown, agrees, parity, round_parity, found, is_alone, has_local_backward;
+    bit unknown, agrees, parity, round_parity, found, raised_alone, has_local_backward;
     round_1 = NONE;
     round = NONE;
     work = NONE;
@@ -364,7 +364,7 @@ proctype rank(byte me) {
     :: gone[me] -> err = DEATH; break
     :: !gone[me] && step == STEPS -> break
     :: !gone[me] && step < STEPS && step == abort_step && action == abort_action ->
-        atomic { reset(); step++; before = issued[me] }
+        atomic { reset(); step++; issued_before_step = issued[me] }
     :: !gone[me] && step > 0 && step < STEPS && action == 0 && !has_local_backward &&
        abort_step == NONE ->
         atomic { /* a backward without collectives, on this rank alone */
@@ -377,8 +377,8 @@ proctype rank(byte me) {
         :: err == 0 ->
             action++;
             if
-            :: action == 1 && before == 0 -> before = 1 /* round 1 */
-            :: action == ACTIONS -> action = 0; step++; before = issued[me]
+            :: action == 1 && issued_before_step == 0 -> issued_before_step = 1 /* round 1 */
+            :: action == ACTIONS -> action = 0; step++; issued_before_step = issued[me]
             :: else
             fi
         :: err == MISMATCH ->
@@ -387,7 +387,7 @@ proctype rank(byte me) {
             err = 0;
             reset();
             step++;
-            before = issued[me]
+            issued_before_step = issued[me]
         :: err == INTERRUPT || err == RAISED -> leave_step()
         :: else -> break
         fi }
@@ -406,8 +406,9 @@ proctype rank(byte me) {
         finished[me] = 1;
         /* Equal states of finished ranks are merged. */
         reset();
-        step = 0; before = 0; err = 0; count = 0; round_1 = 0; round = 0; hash = 0; unknown = 0;
-        agrees = 0; parity = 0; round_parity = 0; is_alone = 0; has_local_backward = 0
+        step = 0; issued_before_step = 0; err = 0; count = 0; round_1 = 0; round = 0; hash = 0;
+        unknown = 0; agrees = 0; parity = 0; round_parity = 0; raised_alone = 0;
+        has_local_backward = 0
     }
 }
 
@@ -422,7 +423,7 @@ inline check_outcomes() {
             /* An error has a cause. */
             assert(outcome[r] == 0 || has_died || MAY_SHIFT);
             /* A dead peer leads to an error on every survivor. */
-            assert(!died_early || outcome[r] != 0 || left_alone || left_late ||
+            assert(!died_early || outcome[r] != 0 || left_out || left_late ||
                    abort_step == STEPS - 1);
             /* All ranks raise a mismatch, or none. */
             assert(!ALL(HAS_COMPLETED) || raised[r] == raised[0] || MAY_SHIFT)

@@ -49,8 +49,8 @@ bit stopped[RANKS];       /* shm_negotiation.stopped */
 /* gloo */
 byte issued[RANKS];
 byte slot[WINDOW]; /* the messages of a collective that is not complete */
-byte offer[WINDOW];  /* the first signature in an exchange */
-bit differs[WINDOW]; /* another rank has sent another signature */
+byte first_signature[WINDOW]; /* in an exchange */
+bit differs[WINDOW];          /* a rank has sent another one */
 
 /* The store of the process group. */
 byte counted[KEYS];  /* ranks that are about to issue this collective */
@@ -71,7 +71,7 @@ byte own_signature[RANKS];
 
 bit diverged;   /* a rank was about to issue another collective than its program has */
 bit shifted;    /* a rank left out a collective, or was about to issue an additional one */
-bit left_alone; /* an interrupted rank has left a collective out */
+bit left_out;   /* an interrupted rank has left a collective out, or has restarted the step */
 bit has_died;
 byte raised[RANKS]; /* mismatches of exchanges */
 bit was_stopped[RANKS];
@@ -81,15 +81,15 @@ byte outcome[RANKS];
 #define HAS_FINISHED(r) finished[r]
 #define HAS_COMPLETED(r) (finished[r] && outcome[r] == 0 && !was_stopped[r])
 /* A rank does not issue a collective that its peers wait for, and nothing detects it earlier. */
-#define MAY_TIME_OUT (left_alone || has_died || (shifted && ANY(HAS_COMPLETED)))
+#define MAY_TIME_OUT (left_out || has_died || (shifted && ANY(HAS_COMPLETED)))
 
 /* ---- departures.py: answers to requests ---- */
 
 #define ISSUED_OTHER(i) \
     (count[me] > request_number[i] && history[request_number[i]] != request_signature[i])
-#if defined(WEAK_OWN_DEPARTURE_IS_COMPARED)
+#if defined(WITHOUT_OWN_DEPARTURE_IS_COMPARED)
 #define OWN_DIFFERS(i) ISSUED_OTHER(i)
-#elif defined(WEAK_OWN_NUMBER_IS_COMPARED)
+#elif defined(WITHOUT_OWN_NUMBER_IS_COMPARED)
 #define OWN_DIFFERS(i) \
     (own_number[me] != NONE -> own_signature[me] != request_signature[i] : ISSUED_OTHER(i))
 #else
@@ -98,7 +98,7 @@ byte outcome[RANKS];
                                             ISSUED_OTHER(i))
 #endif
 
-#ifdef WEAK_CLOSING_IS_ATOMIC
+#ifdef WITHOUT_CLOSING_IS_ATOMIC
 #define HAS_DIFFERENCE(i) (difference[i] && !closed[i])
 #define CLAIMED (claimed != NONE)
 #else
@@ -125,7 +125,7 @@ inline publish_difference(i) {
 inline answer() {
     if
     :: ANY_REQUEST(HAS_DIFFERENCE) -> stopped[me] = 1
-#ifdef WEAK_CLOSING_IS_ATOMIC
+#ifdef WITHOUT_CLOSING_IS_ATOMIC
     :: claimed == NONE && IS_OTHER(0) -> claimed = 0
     :: claimed == NONE && IS_OTHER(1) -> claimed = 1
     :: claimed != NONE -> publish_difference(claimed); claimed = NONE
@@ -151,7 +151,9 @@ inline issue(message) {
         /* gloo would end the process by a signal. */
         assert((slot[index % WINDOW] & ALGORITHM(message) & ~(message)) == 0);
         if
-        :: slot[index % WINDOW] == 0 -> offer[index % WINDOW] = 0; differs[index % WINDOW] = 0
+        :: slot[index % WINDOW] == 0 ->
+            first_signature[index % WINDOW] = 0;
+            differs[index % WINDOW] = 0
         :: else
         fi;
         slot[index % WINDOW] = slot[index % WINDOW] | (message);
@@ -163,8 +165,8 @@ inline issue(message) {
     }
 }
 
-/* A signal handler raises. */
-#define IS_INTERRUPTED faults > 0 -> faults--
+/* A guard with an effect: a signal handler raises, if a fault may still happen. */
+#define CAUSE_SIGNAL faults > 0 -> faults--
 
 /* Waits for collective `awaited`. The stall monitor of a waiting rank answers requests. */
 inline wait_for(awaited) {
@@ -176,7 +178,7 @@ inline wait_for(awaited) {
     :: atomic { IS_COMPLETE -> break }
     :: atomic { !IS_COMPLETE && ANY(IS_LOST) -> err = CLOSED; break }
     :: atomic { timeout && MAY_TIME_OUT -> err = TIME_LIMIT; break }
-#ifndef WEAK_WAITING_RANKS_ANSWER
+#ifndef WITHOUT_WAITING_RANKS_ANSWER
     :: atomic { MAY_ANSWER -> answer() }
 #endif
     od;
@@ -194,21 +196,21 @@ inline wait_for(awaited) {
 
 /* ---- sequence.c ---- */
 
-#ifdef WEAK_ALL_RANKS_READ_EXCHANGE
-#define RAISES_ALONE && offered != program[0]
+#ifdef WITHOUT_ALL_RANKS_READ_EXCHANGE
+#define HAS_READ_DIFFERENCE (differs[round % WINDOW] && offered != program[0])
 #else
-#define RAISES_ALONE
+#define HAS_READ_DIFFERENCE differs[round % WINDOW]
 #endif
 
 /* start_exchange and op_sequence_compare without a prediction. */
 inline exchange_signatures() {
     if
     :: round == NONE ->
-#ifdef WEAK_EXCHANGE_AFTER_CHANGE_HAS_OTHER_ALGORITHM
+#ifdef WITHOUT_EXCHANGE_AFTER_CHANGE_HAS_OTHER_ALGORITHM
         issue(EXCHANGE);
 #else
         if
-        :: changed -> issue(GATHERED_EXCHANGE)
+        :: agreement_may_follow -> issue(GATHERED_EXCHANGE)
         :: else -> issue(EXCHANGE)
         fi;
 #endif
@@ -216,18 +218,19 @@ inline exchange_signatures() {
             round = index;
             offered = signature;
             if
-            :: offer[index % WINDOW] == 0 -> offer[index % WINDOW] = signature
+            :: first_signature[index % WINDOW] == 0 -> first_signature[index % WINDOW] = signature
             :: else -> differs[index % WINDOW] = differs[index % WINDOW] ||
-                                                 offer[index % WINDOW] != signature
+                                                 first_signature[index % WINDOW] != signature
             fi;
-            offer[index % WINDOW] = (ALL(HAS_ISSUED) -> 0 : offer[index % WINDOW]);
+            first_signature[index % WINDOW] =
+                (ALL(HAS_ISSUED) -> 0 : first_signature[index % WINDOW]);
             index = 0
         }
     :: else
     fi;
     wait_for(round);
     if
-    :: err == 0 && differs[round % WINDOW] RAISES_ALONE ->
+    :: err == 0 && HAS_READ_DIFFERENCE ->
         round = NONE;
         issue(DESCRIPTION);
         wait_for(index);
@@ -235,15 +238,15 @@ inline exchange_signatures() {
         :: err == 0 -> err = MISMATCH
         :: else
         fi
-    :: err == 0 && !(differs[round % WINDOW] RAISES_ALONE) ->
+    :: err == 0 && !HAS_READ_DIFFERENCE ->
         round = NONE;
         if
-#ifndef WEAK_OFFERED_SIGNATURE_IS_COMPARED
-        :: offered != signature -> err = CHANGED; changed = (offered == AGREEMENT)
+#ifndef WITHOUT_OFFERED_SIGNATURE_IS_COMPARED
+        :: offered != signature -> err = CHANGED; agreement_may_follow = (offered == AGREEMENT)
 #endif
         :: else
         fi
-#ifdef WEAK_INTERRUPTED_EXCHANGE_IS_KEPT
+#ifdef WITHOUT_INTERRUPTED_EXCHANGE_IS_KEPT
     :: err == INTERRUPT -> round = NONE
 #endif
     :: else
@@ -255,8 +258,8 @@ inline exchange_signatures() {
 inline compare() {
     if
     :: stopped[me] -> err = STOPPED
-    :: !stopped[me] && certain != 0 -> err = (certain == signature -> 0 : CHANGED)
-    :: !stopped[me] && certain == 0 ->
+    :: !stopped[me] && required != 0 -> err = (required == signature -> 0 : CHANGED)
+    :: !stopped[me] && required == 0 ->
         if
         :: round == NONE && prediction[count[me]] == 0 ->
             if
@@ -271,13 +274,13 @@ inline compare() {
         :: round == NONE && prediction[count[me]] == signature
         :: round == NONE && prediction[count[me]] != signature &&
            prediction[count[me]] != NO_PREDICTION ->
-#ifdef WEAK_PREDICTION_IS_COMPARED
+#ifdef WITHOUT_PREDICTION_IS_COMPARED
             skip
 #else
             count_rank()
 #endif
         :: round != NONE || prediction[count[me]] == NO_PREDICTION ->
-#ifdef WEAK_UNPREDICTED_COLLECTIVES_ARE_COMPARED
+#ifdef WITHOUT_UNPREDICTED_COLLECTIVES_ARE_COMPARED
             skip
 #else
             exchange_signatures()
@@ -298,8 +301,8 @@ inline issue_collective() {
         history[count[me]] = signature;
         count[me]++;
         prediction[count[me] - 1] = (ALL(HAS_PASSED) -> 0 : prediction[count[me] - 1]);
-        certain = 0;
-        changed = 0;
+        required = 0;
+        agreement_may_follow = 0;
         item = (is_additional -> item : item + 1);
         is_additional = 0;
         signature = 0;
@@ -309,21 +312,21 @@ inline issue_collective() {
 
 /* ---- departures.py ---- */
 
-#if defined(WEAK_KEY_HAS_NUMBER)
+#if defined(WITHOUT_KEY_HAS_NUMBER)
 #define KEY (signature / 2)
-#elif defined(WEAK_KEY_HAS_SIGNATURE)
+#elif defined(WITHOUT_KEY_HAS_SIGNATURE)
 #define KEY (count[me] * 3)
 #else
 #define KEY (count[me] * 3 + signature / 2)
 #endif
 
-#ifdef WEAK_TWO_RANKS_REQUEST
+#ifdef WITHOUT_TWO_RANKS_REQUEST
 #define MAX_REQUESTING_RANKS 1
 #else
 #define MAX_REQUESTING_RANKS 2
 #endif
 
-#ifdef WEAK_DEPARTING_RANK_WAITS
+#ifdef WITHOUT_DEPARTING_RANK_WAITS
 #define ALL_ARE_COUNTED true
 #else
 #define ALL_ARE_COUNTED (counted[KEY] >= RANKS)
@@ -337,9 +340,9 @@ inline count_rank() {
     own_signature[me] = signature;
     if
     :: phase = POLL
-    :: IS_INTERRUPTED;
+    :: CAUSE_SIGNAL;
         err = INTERRUPT;
-#ifndef WEAK_COUNT_IS_TAKEN_BACK
+#ifndef WITHOUT_COUNT_IS_TAKEN_BACK
         phase = UNCOUNT
 #endif
     fi
@@ -358,12 +361,12 @@ inline leave_departure() {
 inline poll() {
     if
     :: ALL_ARE_COUNTED ->
-#ifndef WEAK_LEAVING_IS_ATOMIC
+#ifndef WITHOUT_LEAVING_IS_ATOMIC
         decided[KEY] = 1;
 #endif
         if
         :: close_request(); phase = READ
-        :: IS_INTERRUPTED; err = INTERRUPT; phase = CLOSE
+        :: CAUSE_SIGNAL; err = INTERRUPT; phase = CLOSE
         fi
     :: !ALL_ARE_COUNTED && request == NONE && is_first && requests < REQUESTS ->
         request = requests;
@@ -373,10 +376,10 @@ inline poll() {
         requests++;
         if /* a signal while store.set() runs */
         :: skip
-        :: IS_INTERRUPTED;
+        :: CAUSE_SIGNAL;
             err = INTERRUPT;
             phase = CLOSE;
-#ifdef WEAK_REQUEST_IS_KEPT_FIRST
+#ifdef WITHOUT_REQUEST_IS_KEPT_FIRST
             request = NONE
 #endif
         fi
@@ -385,7 +388,7 @@ inline poll() {
         phase = CLOSE
     :: MAY_ANSWER -> answer()
     :: faults > 0 -> faults--; gone[me] = 1; err = DEATH; phase = END
-    :: IS_INTERRUPTED; err = INTERRUPT; phase = CLOSE
+    :: CAUSE_SIGNAL; err = INTERRUPT; phase = CLOSE
     :: timeout && MAY_TIME_OUT -> err = TIME_LIMIT; phase = CLOSE
     fi
 }
@@ -393,11 +396,11 @@ inline poll() {
 inline close_request() {
     if
     :: request != NONE ->
-#if defined(WEAK_INTERRUPTED_REQUEST_IS_CLOSED)
+#if defined(WITHOUT_INTERRUPTED_REQUEST_IS_CLOSED)
         skip
-#elif defined(WEAK_CLOSING_IS_ATOMIC)
+#elif defined(WITHOUT_CLOSING_IS_ATOMIC)
         closed[request] = !stopped[me]
-#elif defined(WEAK_DIFFERENCE_REMAINS)
+#elif defined(WITHOUT_DIFFERENCE_REMAINS)
         difference[request] = 0;
         closed[request] = 1
 #else
@@ -414,9 +417,9 @@ inline close_request() {
 
 /* Removes an interrupted rank from the counter, unless the collective is decided. */
 inline uncount_rank() {
-#if defined(WEAK_INTERRUPTED_RANK_IS_UNCOUNTED)
+#if defined(WITHOUT_INTERRUPTED_RANK_IS_UNCOUNTED)
     leave_departure()
-#elif defined(WEAK_LEAVING_IS_ATOMIC)
+#elif defined(WITHOUT_LEAVING_IS_ATOMIC)
     if
     :: counted[KEY] < RANKS -> phase = DECREMENT
     :: else -> leave_departure()
@@ -425,8 +428,8 @@ inline uncount_rank() {
     if
     :: !decided[KEY] -> counted[KEY]--
     :: else ->
-#ifndef WEAK_DEPARTED_COLLECTIVE_IS_KEPT
-        certain = signature
+#ifndef WITHOUT_DEPARTED_COLLECTIVE_IS_KEPT
+        required = signature
 #endif
     fi;
     leave_departure()
@@ -442,7 +445,7 @@ inline decrement() {
 inline read_count() {
     has_departed = 1;
     if
-    :: IS_INTERRUPTED; err = INTERRUPT
+    :: CAUSE_SIGNAL; err = INTERRUPT
     :: has_read[KEY]++;
         if
         :: has_read[KEY] == RANKS -> counted[KEY] = 0; has_read[KEY] = 0; decided[KEY] = 0
@@ -450,13 +453,13 @@ inline read_count() {
         fi;
         if
         :: skip
-        :: IS_INTERRUPTED; err = INTERRUPT
+        :: CAUSE_SIGNAL; err = INTERRUPT
         fi
     fi;
-#ifdef WEAK_DEPARTED_COLLECTIVE_IS_KEPT
-    certain = (err == INTERRUPT -> 0 : signature);
+#ifdef WITHOUT_DEPARTED_COLLECTIVE_IS_KEPT
+    required = (err == INTERRUPT -> 0 : signature);
 #else
-    certain = signature;
+    required = signature;
 #endif
     leave_departure()
 }
@@ -500,12 +503,12 @@ inline continue_after_interrupt() {
     :: is_additional || signature != program[item] -> /* corrects its program */
         signature = program[item];
         is_additional = 0
-    :: left_alone = 1; /* leaves it out */
+    :: left_out = 1; /* leaves it out */
         item = (is_additional -> item : item + 1);
         is_additional = 0;
         signature = 0
     :: item > 0 -> /* restarts the step */
-        left_alone = 1;
+        left_out = 1;
         item = 0;
         is_additional = 0;
         signature = 0
@@ -524,14 +527,14 @@ inline handle_error() {
     :: phase != RUN || err == 0
     :: phase == RUN && err == INTERRUPT -> continue_after_interrupt()
     :: phase == RUN && err == MISMATCH ->
-        assert(diverged || left_alone);
+        assert(diverged || left_out);
         raised[me]++;
         skip_item()
     :: phase == RUN && err == CHANGED ->
-        assert(left_alone || diverged);
+        assert(left_out || diverged);
         skip_item()
     :: phase == RUN && err == STOPPED ->
-        assert(diverged || left_alone);
+        assert(diverged || left_out);
         was_stopped[me] = 1;
         work = NONE;
         skip_item()
@@ -549,7 +552,7 @@ inline take_step() {
             err = 0;
             if
             :: skip /* waits again, or not */
-            :: item > 0 -> left_alone = 1; item = 0; work = NONE /* restarts the step */
+            :: item > 0 -> left_out = 1; item = 0; work = NONE /* restarts the step */
             fi
         :: else
         fi
@@ -574,9 +577,10 @@ inline take_step() {
 #define IS_COMPLETED (phase == RUN && item >= ITEMS && work == NONE)
 
 proctype rank(byte me) {
-    byte item, phase, signature, work, round, offered, certain, request, err, index;
-    bit changed, is_additional, is_first;
-#ifdef WEAK_CLOSING_IS_ATOMIC
+    byte item, phase, signature, work, request, err, index;
+    byte round, offered, required; /* of op_sequence */
+    bit agreement_may_follow, is_additional, is_first;
+#ifdef WITHOUT_CLOSING_IS_ATOMIC
     byte claimed = NONE; /* this rank is about to publish a difference */
 #endif
     work = NONE;
@@ -590,7 +594,7 @@ proctype rank(byte me) {
     :: atomic { phase == POLL -> poll() }
     :: atomic { phase == CLOSE -> close_request(); phase = UNCOUNT }
     :: atomic { phase == UNCOUNT -> uncount_rank(); handle_error() }
-#ifdef WEAK_LEAVING_IS_ATOMIC
+#ifdef WITHOUT_LEAVING_IS_ATOMIC
     :: atomic { phase == DECREMENT -> decrement(); handle_error() }
 #endif
     :: atomic { phase == READ -> read_count(); handle_error() }
@@ -602,8 +606,8 @@ proctype rank(byte me) {
         own_number[me] = NONE;
         /* Equal states of finished ranks are merged. */
         own_signature[me] = 0; item = 0; phase = 0; signature = 0;
-        work = 0; round = 0; offered = 0; certain = 0; changed = 0; request = 0; err = 0; is_additional = 0;
-        is_first = 0
+        work = 0; round = 0; offered = 0; required = 0; agreement_may_follow = 0; request = 0;
+        err = 0; is_additional = 0; is_first = 0
     }
 }
 
@@ -616,11 +620,11 @@ inline check_outcomes() {
     d_step {
         for (r : 0 .. RANKS - 1) {
             assert(outcome[r] == 0 || has_died || MAY_TIME_OUT);
-            /* All ranks raise a difference, or none, unless a rank has died, has left alone, or has
-             * added or restarted collectives. */
-            assert(HAS_RAISED(r) || !ANY(HAS_RAISED) || left_alone || has_died || shifted);
-            assert(was_stopped[r] || !was_stopped[0] || left_alone || has_died || shifted);
-            assert(was_stopped[0] || !was_stopped[r] || left_alone || has_died || shifted)
+            /* All ranks raise a difference, or none, unless a rank has died, has left a collective
+             * out, or has added or restarted collectives. */
+            assert(HAS_RAISED(r) || !ANY(HAS_RAISED) || left_out || has_died || shifted);
+            assert(was_stopped[r] || !was_stopped[0] || left_out || has_died || shifted);
+            assert(was_stopped[0] || !was_stopped[r] || left_out || has_died || shifted)
         }
     }
 }
@@ -629,7 +633,7 @@ inline check_outcomes() {
 #define REACHED (was_stopped[0] && was_stopped[RANKS - 1])
 #elif defined(REACH_DEPARTED)
 #define REACHED (has_departed && ALL(HAS_COMPLETED))
-#elif defined(REACH_LATE)
+#elif defined(REACH_TIMED_OUT)
 #define REACHED (outcome[0] == TIME_LIMIT)
 #else
 #define REACHED false

@@ -16,14 +16,16 @@
 
 #include "negotiation.pml"
 
-byte shared_count[NX];                /* gathers that a rank has issued over shared memory */
-byte used[PROCESS_GROUPS * GATHERS]; /* the transport of a gather: 1 gloo, 2 shared memory */
+byte shared_count[ENTRIES];                /* gathers that a rank has issued over shared memory */
+byte transport_of[PROCESS_GROUPS * GATHERS]; /* of a gather: 1 gloo, 2 shared memory */
 bit has_died;
 byte outcome[RANKS];
 
+/* Handles of works: the number of a collective of gloo, or IN_SHM + that of a gather over shared
+ * memory. */
 #define IN_SHM 128
-#define HAS_SHARED(r) (shared_count[OF(r)] > index)
-#define IS_LOST_IN_SHM(r) (gone[r] && shared_count[OF(r)] <= index)
+#define HAS_SHARED(r) (shared_count[ENTRY_OF(r)] > index)
+#define IS_LOST_IN_SHM(r) (gone[r] && shared_count[ENTRY_OF(r)] <= index)
 
 /* Gathers of two roots alternate. */
 #ifdef SECOND_ROOT
@@ -41,19 +43,19 @@ inline issue_gather() {
     fi;
     if
     :: err != 0
-    :: err == 0 && state[X] == ACCEPTED ->
+    :: err == 0 && state[MINE] == ACCEPTED ->
         d_step {
-            assert(used[pg * GATHERS + sent[pg]] != 1);
-            used[pg * GATHERS + sent[pg]] = 2;
-            handle[pg * IN_FLIGHT + sent[pg] % IN_FLIGHT] = IN_SHM + shared_count[X];
-            shared_count[X]++;
+            assert(transport_of[pg * GATHERS + sent[pg]] != 1);
+            transport_of[pg * GATHERS + sent[pg]] = 2;
+            handle[pg * IN_FLIGHT + sent[pg] % IN_FLIGHT] = IN_SHM + shared_count[MINE];
+            shared_count[MINE]++;
             sent[pg]++
         }
-    :: err == 0 && state[X] != ACCEPTED ->
+    :: err == 0 && state[MINE] != ACCEPTED ->
         gloo_issue(KIND_OF_OP);
         d_step {
-            assert(used[pg * GATHERS + sent[pg]] != 2);
-            used[pg * GATHERS + sent[pg]] = 1;
+            assert(transport_of[pg * GATHERS + sent[pg]] != 2);
+            transport_of[pg * GATHERS + sent[pg]] = 1;
             handle[pg * IN_FLIGHT + sent[pg] % IN_FLIGHT] = index;
             index = 0;
             count_gather();
@@ -140,7 +142,7 @@ init {
     faults = FAULTS;
     atomic {
         do
-        :: r < NX ->
+        :: r < ENTRIES ->
             registered[r] = IN_FLIGHT;
             accepts[r] = 1;
             connects[r] = 1;
@@ -156,10 +158,10 @@ init {
         if
         :: skip
         :: registered[0] = IN_FLIGHT + 1
-        :: registered[NX - 1] = IN_FLIGHT + 1
+        :: registered[ENTRIES - 1] = IN_FLIGHT + 1
         fi;
 #ifndef SECOND_ROOT
-        if /* a rank issues its first gather with a wait: its bit of round 1 */
+        if /* rank 0 sends in round 1 that it waits for its first gather */
         :: skip
         :: waits[0] = 1
         fi;

@@ -1,5 +1,8 @@
 /* The ranks of a model, and the faults that interrupt or end them at any time. RANKS is set by the
- * file that includes this one. */
+ * file that includes this one.
+ *
+ * Macros of the command line, in all models: WITHOUT_rule removes one rule of the C code.
+ * REACH_state adds an assertion that no rank reaches this state. */
 #define NONE 255
 
 #if RANKS == 2

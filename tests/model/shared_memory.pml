@@ -14,12 +14,12 @@
 #define HAS_TAG_OF(a, b) (TAG(a) == TAG(b))
 #define HAS_LABEL_OF(a, b) (!((a) & LABELED) || !((b) & LABELED) || (a) == (b))
 
-#ifdef WEAK_TAG_IS_COMPARED
+#ifdef WITHOUT_TAG_IS_COMPARED
 #define TAGS_MATCH(a, b) true
 #else
 #define TAGS_MATCH(a, b) HAS_TAG_OF(a, b)
 #endif
-#ifdef WEAK_LABEL_IS_COMPARED
+#ifdef WITHOUT_LABEL_IS_COMPARED
 #define LABELS_MATCH(a, b) true
 #else
 #define LABELS_MATCH(a, b) HAS_LABEL_OF(a, b)
@@ -50,7 +50,7 @@ byte mismatch; /* 1 + the number of the first message whose labels differ; 0: no
              committed[PEER(2)] + released[PEER(2)] + closed[PEER(2)])
 #define LEAST_RELEASED (released[PEER(1)] < released[PEER(2)] -> released[PEER(1)] : released[PEER(2)])
 #endif
-#ifdef WEAK_FULL_RING_IS_NOT_WRITTEN
+#ifdef WITHOUT_FULL_RING_IS_NOT_WRITTEN
 #define HAS_SPACE true
 #else
 #define HAS_SPACE (written - LEAST_RELEASED < CAPACITY)
@@ -86,7 +86,7 @@ inline write_next() {
 inline fail_all(reason) {
     d_step {
         failed = reason;
-#ifndef WEAK_FAILED_RANK_CLOSES
+#ifndef WITHOUT_FAILED_RANK_CLOSES
         closed[me] = 1;
 #endif
         queued = 0;
@@ -96,7 +96,7 @@ inline fail_all(reason) {
     }
 }
 
-#ifdef WEAK_ALL_HEADERS_ARE_READ
+#ifdef WITHOUT_ALL_HEADERS_ARE_READ
 #define STOP_AT_CLOSED break
 #else
 #define STOP_AT_CLOSED skip
@@ -118,7 +118,7 @@ inline find_missing_peer() {
     }
     do
     :: distance < RANKS ->
-#ifdef WEAK_CLOSED_IS_READ_FIRST
+#ifdef WITHOUT_CLOSED_IS_READ_FIRST
         has_message = committed[PEER(distance)] > read;
         is_closed = closed[PEER(distance)];
 #else
@@ -175,7 +175,7 @@ inline release() {
 
 /* read_next, after find_missing_peer has found the messages of all peers. */
 inline read_next() {
-#ifdef WEAK_RELEASE_FOLLOWS_READ
+#ifdef WITHOUT_RELEASE_FOLLOWS_READ
     released[me]++;
     use_messages();
     read++
@@ -186,18 +186,18 @@ inline read_next() {
 }
 
 /* A rank writes first, and reads a message only after it has written its own. */
-#ifdef WEAK_MESSAGE_IS_COMMITTED_FIRST
+#ifdef WITHOUT_MESSAGE_IS_COMMITTED_FIRST
 #define MAY_READ (read < queued)
-#define OR_ELSE MAY_READ || !CAN_WRITE
-#define MAY_WRITE_FIRST CAN_WRITE
+#define NEED_NOT_WRITE MAY_READ || !CAN_WRITE
+#define MAY_WRITE_INSTEAD CAN_WRITE
 #else
 #define MAY_READ (read < written - dropped)
-#define OR_ELSE else
-#define MAY_WRITE_FIRST false
+#define NEED_NOT_WRITE else
+#define MAY_WRITE_INSTEAD false
 #endif
 
 /* shm_ring_peer_has_ended: the system call that tests the lock of a process. */
-#ifdef WEAK_PEER_IS_TESTED
+#ifdef WITHOUT_PEER_IS_TESTED
 #define PEER_HAS_ENDED(r) closed[r]
 #else
 #define PEER_HAS_ENDED(r) (closed[r] || gone[r])
@@ -219,11 +219,11 @@ inline check_peers() {
     if
     :: found != 0 -> fail_all(found)
     :: found == 0 && missing != NONE && PEER_HAS_ENDED(missing) ->
-#ifdef WEAK_COUNTERS_ARE_READ_AGAIN
+#ifdef WITHOUT_COUNTERS_ARE_READ_AGAIN
         fail_all(CLOSED)
 #else
         if
-        :: SEQ == seen -> fail_all(CLOSED)
+        :: SEQ == seen_seq -> fail_all(CLOSED)
         :: else
         fi
 #endif
@@ -238,12 +238,12 @@ inline wait_for_message(last) {
     :: !gone[me] && failed != 0 -> err = failed; break
     :: !gone[me] && failed == 0 && read > last -> break
     :: !gone[me] && failed == 0 && read <= last ->
-        seen = SEQ;
+        seen_seq = SEQ;
         found = 0;
         missing = NONE;
         if
         :: CAN_WRITE -> write_next()
-        :: OR_ELSE ->
+        :: NEED_NOT_WRITE ->
             if
             :: MAY_READ -> find_missing_peer()
             :: else -> missing = SLOWEST_READER
@@ -254,10 +254,10 @@ inline wait_for_message(last) {
             :: found == 0 && missing != NONE ->
                 /* shm_ring_wait sleeps until a counter changes, for at most 0.1 s */
                 if
-                :: SEQ != seen || MAY_WRITE_FIRST
-                :: atomic { SEQ == seen && PEER_HAS_ENDED(missing) } -> check_peers()
+                :: SEQ != seen_seq || MAY_WRITE_INSTEAD
+                :: atomic { SEQ == seen_seq && PEER_HAS_ENDED(missing) } -> check_peers()
 #ifdef FINE
-                :: atomic { SEQ == seen && !has_checked -> has_checked = 1 } -> check_peers()
+                :: atomic { SEQ == seen_seq && !has_checked -> has_checked = 1 } -> check_peers()
 #endif
                 :: atomic { timeout && TIME_LIMIT_ENDS_WAITS } -> fail_all(CLOSED)
                 :: atomic { signaled[me] -> signaled[me] = 0; err = INTERRUPT }; break
@@ -266,7 +266,7 @@ inline wait_for_message(last) {
             fi
         fi
     od;
-    atomic { seen = 0; found = 0; missing = 0; distance = 0 }
+    atomic { seen_seq = 0; found = 0; missing = 0; distance = 0 }
 }
 
 /* shm_transport_submit */
@@ -275,7 +275,7 @@ inline submit(submitted) {
     :: failed != 0 -> err = failed
     :: else ->
         d_step { OWN(queued) = submitted; queued++ }
-#ifndef WEAK_MESSAGE_IS_COMMITTED_FIRST
+#ifndef WITHOUT_MESSAGE_IS_COMMITTED_FIRST
         do
         :: CAN_WRITE -> write_next()
         :: else -> break

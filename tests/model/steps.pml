@@ -29,7 +29,7 @@
 #define TIME_LIMIT_ENDS_WAITS (shifted && !all_wait)
 
 bit plan_differs, all_wait;
-byte guards; /* ranks where the guard is on */
+byte guards; /* number of ranks with the guard on */
 
 #include "negotiation.pml"
 
@@ -38,10 +38,13 @@ byte guards; /* ranks where the guard is on */
 /* ---- observations ---- */
 
 bit has_died;
-bit died_early;  /* a rank, before its last collective */
-byte used[WINDOW]; /* the transport of a collective: 1 gloo, 2 shared memory */
+bit died_early;  /* a rank died before its last collective */
+byte transport_of[WINDOW]; /* of a collective: 1 gloo, 2 shared memory */
 byte issued[RANKS];
 byte outcome[RANKS];
+#ifdef REACH_INTERRUPT
+bit was_interrupted; /* after a collective of the step */
+#endif
 bit is_faulty; /* a fault happened that ranks must report */
 byte abort_step, abort_action; /* all ranks raise there, and reset */
 
@@ -54,11 +57,11 @@ inline record_transport(which) {
         number = issued[me];
         issued[me]++;
         if
-        :: used[number % WINDOW] == 0 -> used[number % WINDOW] = which
-        :: else -> assert(used[number % WINDOW] == which || shifted)
+        :: transport_of[number % WINDOW] == 0 -> transport_of[number % WINDOW] = which
+        :: else -> assert(transport_of[number % WINDOW] == which || shifted)
         fi;
         if
-        :: ALL(HAS_ISSUED_MORE) -> used[number % WINDOW] = 0
+        :: ALL(HAS_ISSUED_MORE) -> transport_of[number % WINDOW] = 0
         :: else
         fi;
         number = 0
@@ -74,7 +77,7 @@ inline record_transport(which) {
 /* Issues an operation on the selected transport and writes its handle. */
 inline issue(op_code, handle) {
     if
-    :: state[X] == ACCEPTED ->
+    :: state[MINE] == ACCEPTED ->
         record_transport(2);
         handle = IN_SHM + queued;
         submit(op_code)
@@ -102,14 +105,14 @@ inline wait_for(handle) {
     handle = (err == INTERRUPT -> handle : NOTHING)
 }
 
-#define LABEL_OF_RANK (plan[X] != 0 -> LABELED + (plan[X] == 2 -> OTHER_PLAN : 0) : 0)
+#define LABEL_OF_RANK (plan[MINE] != 0 -> LABELED + (plan[MINE] == 2 -> OTHER_PLAN : 0) : 0)
 
 /* fc_gather_start: compares the plan, negotiates, issues the gather. */
 inline start_gather(which, code) {
-#ifndef WEAK_PLAN_PRECEDES_GATHER
+#ifndef WITHOUT_PLAN_PRECEDES_GATHER
     if
     :: !(compared & (1 << which)) ->
-        compare_plan(true, waits[X]);
+        compare_plan(true, waits[MINE]);
         compared = (equal -> compared | (1 << which) : compared);
         equal = 0
     :: else
@@ -156,7 +159,7 @@ inline reset_iter_state() {
         gather[1] = NOTHING;
         gather[2] = NOTHING;
         reduction = NOTHING;
-#ifdef WEAK_ABANDONED_WORK_IS_COMPLETED
+#ifdef WITHOUT_ABANDONED_WORK_IS_COMPLETED
         dropped = dropped + queued - read;
         queued = read;
 #endif
@@ -175,13 +178,13 @@ inline reset_iter_state() {
 #elif defined(REACH_PLAN)
 #define REACHED (err == PLAN)
 #elif defined(REACH_INTERRUPT)
-#define REACHED (err == MISMATCH && shifted && step == STEPS - 1)
+#define REACHED (err == MISMATCH && was_interrupted && step == STEPS - 1)
 #elif defined(REACH_RESET)
 #define REACHED (err == 0 && abort_step == 0 && abort_action == 10)
 #elif defined(REACH_LATE_SHM)
-#define REACHED (err == 0 && !all_wait && state[X] == ACCEPTED)
-#elif defined(REACH_GLOO)
-#define REACHED (err == 0 && state[X] == DECLINED)
+#define REACHED (err == 0 && !all_wait && state[MINE] == ACCEPTED)
+#elif defined(REACH_DECLINED)
+#define REACHED (err == 0 && state[MINE] == DECLINED)
 #else
 #define REACHED false
 #endif
@@ -237,10 +240,11 @@ inline run_action() {
 }
 
 proctype rank(byte me) {
-    byte step, action, kind, unit, compared, before;
+    byte step, action, kind, unit, issued_before_step;
+    byte compared; /* bit i: the plan was compared for a gather of unit i */
     byte gather[GROUPS], reduction;
     byte own[QUEUE], queued, read, written, dropped, failed;
-    byte seen, found, missing, distance, index, number, op, err;
+    byte seen_seq, found, missing, distance, index, number, op, err;
     bit equal, is_closed, has_message, differs;
 #ifdef FINE
     bit has_checked; /* a rank may check its peers once before one of them has ended */
@@ -251,7 +255,7 @@ proctype rank(byte me) {
     :: !gone[me] && step < STEPS && step == abort_step && action == abort_action ->
         reset_iter_state();
         step++;
-        before = issued[me]
+        issued_before_step = issued[me]
     :: !gone[me] && step < STEPS && !(step == abort_step && action == abort_action) -> GRAIN {
         decode();
         run_action();
@@ -260,7 +264,13 @@ proctype rank(byte me) {
             d_step {
                 err = 0;
                 if
-                :: issued[me] != before -> shifted = 1; is_faulty = 1; before = issued[me]
+                :: issued[me] != issued_before_step ->
+                    shifted = 1;
+                    is_faulty = 1;
+#ifdef REACH_INTERRUPT
+                    was_interrupted = 1;
+#endif
+                    issued_before_step = issued[me]
                 :: else
                 fi
             }
@@ -269,7 +279,7 @@ proctype rank(byte me) {
             d_step {
                 action++;
                 if
-                :: action == ACTIONS -> action = 0; step++; before = issued[me]
+                :: action == ACTIONS -> action = 0; step++; issued_before_step = issued[me]
                 :: else
                 fi
             }
@@ -293,7 +303,7 @@ proctype rank(byte me) {
         finished[me] = 1;
         /* Equal states of finished ranks are merged. */
         reset_iter_state();
-        step = 0; kind = 0; unit = 0; compared = 0; before = 0; failed = 0; err = 0;
+        step = 0; kind = 0; unit = 0; compared = 0; issued_before_step = 0; failed = 0; err = 0;
         queued = 0; read = 0; written = 0; dropped = 0; op = 0; index = 0; number = 0;
         own[0] = 0; own[1] = 0; own[2] = 0; own[3] = 0
     }

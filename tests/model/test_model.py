@@ -1,4 +1,4 @@
-"""The models of csrc/transport have their properties, and need each of their rules.
+"""Searches of the models of csrc/transport. A model without one of its rules must fail.
 
 ``make model`` runs everything (FSDP_C_MODEL_WHOLE=1). README.md describes the models.
 """
@@ -32,7 +32,7 @@ TWO_FAULTS = "RANKS=2 FAULTS=2 ORDINARY"
 THREE_RANKS = "RANKS=3 FAULTS=2 ORDINARY"
 FINE_STEPS = "RANKS=2 FAULTS=0 ORDINARY FINE"
 TWO_ITEMS = "RANKS=2 ITEMS=2 FAULTS=1"
-TWO_OF_THREE = "RANKS=3 ITEMS=1 FAULTS=2 ORDINARY"
+THREE_RANKS_ONE_ITEM = "RANKS=3 ITEMS=1 FAULTS=2 ORDINARY"
 
 HOLDS = {
     ("steps", ONE_FAULT): True,
@@ -59,7 +59,7 @@ HOLDS = {
     ("departures", "RANKS=2 ITEMS=2 FAULTS=2"): False,
     ("departures", "RANKS=2 ITEMS=3 FAULTS=1"): False,
     ("departures", "RANKS=3 ITEMS=1 FAULTS=1"): False,
-    ("departures", TWO_OF_THREE): False,
+    ("departures", THREE_RANKS_ONE_ITEM): False,
     ("departures", "RANKS=3 ITEMS=2 FAULTS=1 ORDINARY"): False,
 }
 """Model and settings of an exhaustive search -> whether `make test` includes it."""
@@ -84,7 +84,7 @@ RULES = {
     "ROUNDS_ARE_READ_LATE": ("orders", "FAULTS=0", DEADLOCK, True),
     "LATER_PLAN_NEEDS_WAITS": ("orders", "FAULTS=0 SECOND_ROOT", DEADLOCK, True),
     "FAILED_RANK_CLOSES": ("steps", "RANKS=3 FAULTS=1", DEADLOCK, False),
-    "ALL_HEADERS_ARE_READ": ("steps", "RANKS=3 FAULTS=2 ORDINARY", "assertion", False),
+    "ALL_HEADERS_ARE_READ": ("steps", THREE_RANKS, "assertion", False),
     "LABEL_IS_HASHED": ("agreement", ONE_FAULT, "assertion", True),
     "UNKNOWN_EQUALS_ALL": ("agreement", ONE_FAULT, "assertion", False),
     "FIRST_KNOWN_RANK_IS_COMPARED": ("agreement", THREE_RANKS, "assertion", False),
@@ -117,7 +117,7 @@ RULES = {
     "INTERRUPTED_REQUEST_IS_CLOSED": ("departures", TWO_ITEMS, "assertion", False),
     "CLOSING_IS_ATOMIC": ("departures", TWO_ITEMS, "", False),
     "DIFFERENCE_REMAINS": ("departures", "RANKS=3 ITEMS=1 FAULTS=1 ORDINARY", DEADLOCK, False),
-    "TWO_RANKS_REQUEST": ("departures", TWO_OF_THREE, DEADLOCK, False),
+    "TWO_RANKS_REQUEST": ("departures", THREE_RANKS_ONE_ITEM, DEADLOCK, False),
 }
 """Rule of the C code -> model and settings in which the model without the rule fails, the kind of
 the counterexample ("": any), and whether `make test` includes it."""
@@ -131,12 +131,12 @@ REACHED = {
     "INTERRUPT": ("steps", ONE_FAULT),
     "RESET": ("steps", ONE_FAULT),
     "LATE_SHM": ("steps", "RANKS=2 FAULTS=0"),
-    "GLOO": ("steps", ONE_FAULT),
+    "DECLINED": ("steps", ONE_FAULT),
     "TRAINED_AFTER_MISMATCH": ("agreement", ONE_FAULT),
     "TIME_LIMIT": ("agreement", TWO_FAULTS),
     "STOPPED": ("departures", TWO_ITEMS),
     "DEPARTED": ("departures", TWO_ITEMS),
-    "LATE": ("departures", TWO_ITEMS),
+    "TIMED_OUT": ("departures", TWO_ITEMS),
 }
 """States that a search must visit, REACH_* in a model -> model and settings."""
 
@@ -171,13 +171,13 @@ def test_protocol_model_holds_its_properties_in_all_states(
 @pytest.mark.parametrize("rule", [rule for rule in RULES if WHOLE or RULES[rule][3]])
 def test_protocol_model_without_a_rule_has_a_counterexample(tmp_path: Path, rule: str) -> None:
     model, settings, kind, _ = RULES[rule]
-    counterexample, states = search(tmp_path, model, f"{settings} WEAK_{rule}")
+    counterexample, states = search(tmp_path, model, f"{settings} WITHOUT_{rule}")
     print(f"{rule}: {states} states, {counterexample}")
     assert counterexample and kind in counterexample
 
 
 @pytest.mark.parametrize("state", list(REACHED) if WHOLE else ["DEATH", "TRAINED_AFTER_MISMATCH"])
-def test_search_of_protocol_model_visits_states_after_faults(tmp_path: Path, state: str) -> None:
+def test_search_of_protocol_model_visits_state(tmp_path: Path, state: str) -> None:
     model, settings = REACHED[state]
     counterexample, _ = search(tmp_path, model, f"{settings} REACH_{state}")
     assert "assertion violated" in counterexample
@@ -185,5 +185,5 @@ def test_search_of_protocol_model_visits_states_after_faults(tmp_path: Path, sta
 
 def test_tables_list_the_rules_and_states_of_the_protocol_models() -> None:
     text = "".join(path.read_text() for path in FOLDER.glob("*.pml"))
-    assert set(re.findall(r"WEAK_(\w+)", text)) == set(RULES)
-    assert set(re.findall(r"\bREACH_(\w+)", text)) == set(REACHED)
+    assert set(re.findall(r"\bWITHOUT_([A-Z]\w*)", text)) == set(RULES)
+    assert set(re.findall(r"\bREACH_([A-Z]\w*)", text)) == set(REACHED)
