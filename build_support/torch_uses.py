@@ -16,6 +16,7 @@ _PYTHON = ("fsdp_c", "fsdp_c_autoload")
 _C = ("csrc/python", "csrc/bridge")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _STRING = re.compile(r'"([A-Za-z_]\w*)"')
+# Names in tables of C types, and in macros such as GROUP_FLAG and FCPY_NAMES.
 _C_METHOD = re.compile(
     r'\{\s*"([A-Za-z_]\w*)"|(?:METHOD|GETSET|FLAG|ENTRY|X)\w*\(\s*"?([A-Za-z_]\w*)'
 )

@@ -41,7 +41,8 @@ typedef struct op_sequence {
  */
 typedef int (*op_departure_handler)(fct_pg *pg, uint64_t number, uint64_t signature,
                                     const op_entry *entry, bool *is_certain);
-/* Sets the handler of this process. */
+/* Sets the handler of this process. Without one, a rank that departs issues its collective at once.
+ */
 void op_sequence_set_handler(op_departure_handler handler);
 
 /* Releases the memory. The struct can be used again. */

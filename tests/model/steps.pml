@@ -52,13 +52,13 @@ byte abort_step, abort_action; /* all ranks raise there, and reset */
 #define HAS_ISSUED_MORE(r) (issued[r] > number)
 
 /* Records the transport of this rank's next collective, and compares it with that of its peers. */
-inline record_transport(which) {
+inline record_transport(transport) {
     d_step {
         number = issued[me];
         issued[me]++;
         if
-        :: transport_of[number % WINDOW] == 0 -> transport_of[number % WINDOW] = which
-        :: else -> assert(transport_of[number % WINDOW] == which || shifted)
+        :: transport_of[number % WINDOW] == 0 -> transport_of[number % WINDOW] = transport
+        :: else -> assert(transport_of[number % WINDOW] == transport || shifted)
         fi;
         if
         :: ALL(HAS_ISSUED_MORE) -> transport_of[number % WINDOW] = 0
@@ -105,15 +105,17 @@ inline wait_for(handle) {
     handle = (err == INTERRUPT -> handle : NOTHING)
 }
 
-#define LABEL_OF_RANK (plan[MINE] != 0 -> LABELED + (plan[MINE] == 2 -> OTHER_PLAN : 0) : 0)
+/* The bits of an operation that depend on the plan of this rank. */
+#define LABEL_BITS (plan[MINE] != 0 -> LABELED + (plan[MINE] == 2 -> OTHER_PLAN : 0) : 0)
 
-/* fc_gather_start: compares the plan, negotiates, issues the gather. */
-inline start_gather(which, code) {
+/* fc_gather_start: compares the plan, negotiates, issues the gather. After a fault `gathered` is not
+ * the unit that the rank waits for. */
+inline start_gather(expected, gathered) {
 #ifndef WITHOUT_PLAN_PRECEDES_GATHER
     if
-    :: !(compared & (1 << which)) ->
+    :: !(compared & (1 << expected)) ->
         compare_plan(true, waits[MINE]);
-        compared = (equal -> compared | (1 << which) : compared);
+        compared = (equal -> compared | (1 << expected) : compared);
         equal = 0
     :: else
     fi;
@@ -123,31 +125,31 @@ inline start_gather(which, code) {
     :: else
     fi;
     if
-    :: err == 0 -> issue(code + LABEL_OF_RANK, gather[which])
+    :: err == 0 -> issue(gathered + LABEL_BITS, gather[expected])
     :: else
     fi
 }
 
 /* fc_gather_await */
-inline await_gather(which) {
+inline await_gather(expected) {
     if
-    :: gather[which] != NOTHING && !(compared & (1 << which)) ->
+    :: gather[expected] != NOTHING && !(compared & (1 << expected)) ->
         compare_plan(true, true);
-        compared = (equal -> compared | (1 << which) : compared);
+        compared = (equal -> compared | (1 << expected) : compared);
         equal = 0
     :: else
     fi;
     if
-    :: err == 0 -> wait_for(gather[which])
+    :: err == 0 -> wait_for(gather[expected])
     :: else
     fi
 }
 
 /* fc_reduce_run */
-inline start_reduction(reduced) {
+inline start_reduction(op_code) {
     run_negotiation(false);
     if
-    :: err == 0 -> issue(reduced + LABEL_OF_RANK, reduction)
+    :: err == 0 -> issue(op_code + LABEL_BITS, reduction)
     :: else
     fi
 }
@@ -168,7 +170,7 @@ inline reset_iter_state() {
 }
 
 /* States that a search must visit. Otherwise the model is blocked, and its properties hold without
- * meaning. */
+ * meaning. LATE_SHM: ranks use shared memory after gathers over gloo. */
 #ifdef REACH_DEATH
 #define REACHED (err == DEATH && step == STEPS - 1 && action == 10)
 #elif defined(REACH_CLOSED)
