@@ -85,6 +85,8 @@ byte outcome[RANKS];
 
 /* ---- departures.py: answers to requests ---- */
 
+/* This rank has issued another collective under the number of request i. OWN_DIFFERS also compares
+ * the collective with which this rank departs. */
 #define ISSUED_OTHER(i) \
     (count[me] > request_number[i] && history[request_number[i]] != request_signature[i])
 #if defined(WITHOUT_OWN_DEPARTURE_IS_COMPARED)
@@ -99,15 +101,18 @@ byte outcome[RANKS];
 #endif
 
 #ifdef WITHOUT_CLOSING_IS_ATOMIC
-#define HAS_DIFFERENCE(i) (difference[i] && !closed[i])
+#define HAS_PUBLISHED_DIFFERENCE(i) (difference[i] && !closed[i])
 #define CLAIMED (claimed != NONE)
 #else
 #define CLAIMED false
-#define HAS_DIFFERENCE(i) difference[i]
+#define HAS_PUBLISHED_DIFFERENCE(i) difference[i]
 #endif
-#define IS_OTHER(i) (i < requests && !difference[i] && !closed[i] && OWN_DIFFERS(i))
+#define HAS_UNPUBLISHED_DIFFERENCE(i) \
+    (i < requests && !difference[i] && !closed[i] && OWN_DIFFERS(i))
 #define ANY_REQUEST(condition) (condition(0) || condition(1) || condition(2) || condition(3))
-#define MAY_ANSWER (!stopped[me] && (ANY_REQUEST(HAS_DIFFERENCE) || ANY_REQUEST(IS_OTHER) || CLAIMED))
+#define MAY_ANSWER \
+    (!stopped[me] && (ANY_REQUEST(HAS_PUBLISHED_DIFFERENCE) || \
+                      ANY_REQUEST(HAS_UNPUBLISHED_DIFFERENCE) || CLAIMED))
 
 /* The requesting rank waits in its departure, or it has died or was stopped. */
 #define DEPARTS(i) \
@@ -124,16 +129,16 @@ inline publish_difference(i) {
 /* Departures.answer_requests: reads a difference, or publishes one. */
 inline answer() {
     if
-    :: ANY_REQUEST(HAS_DIFFERENCE) -> stopped[me] = 1
+    :: ANY_REQUEST(HAS_PUBLISHED_DIFFERENCE) -> stopped[me] = 1
 #ifdef WITHOUT_CLOSING_IS_ATOMIC
-    :: claimed == NONE && IS_OTHER(0) -> claimed = 0
-    :: claimed == NONE && IS_OTHER(1) -> claimed = 1
+    :: claimed == NONE && HAS_UNPUBLISHED_DIFFERENCE(0) -> claimed = 0
+    :: claimed == NONE && HAS_UNPUBLISHED_DIFFERENCE(1) -> claimed = 1
     :: claimed != NONE -> publish_difference(claimed); claimed = NONE
 #else
-    :: IS_OTHER(0) -> publish_difference(0)
-    :: IS_OTHER(1) -> publish_difference(1)
-    :: IS_OTHER(2) -> publish_difference(2)
-    :: IS_OTHER(3) -> publish_difference(3)
+    :: HAS_UNPUBLISHED_DIFFERENCE(0) -> publish_difference(0)
+    :: HAS_UNPUBLISHED_DIFFERENCE(1) -> publish_difference(1)
+    :: HAS_UNPUBLISHED_DIFFERENCE(2) -> publish_difference(2)
+    :: HAS_UNPUBLISHED_DIFFERENCE(3) -> publish_difference(3)
 #endif
     fi
 }

@@ -34,7 +34,7 @@ FINE_STEPS = "RANKS=2 FAULTS=0 ORDINARY FINE"
 TWO_ITEMS = "RANKS=2 ITEMS=2 FAULTS=1"
 THREE_RANKS_ONE_ITEM = "RANKS=3 ITEMS=1 FAULTS=2 ORDINARY"
 
-HOLDS = {
+SEARCHES = {
     ("steps", ONE_FAULT): True,
     ("steps", "RANKS=2 FAULTS=0"): True,
     ("orders", "FAULTS=0"): True,
@@ -158,7 +158,7 @@ def search(folder: Path, model: str, defines: str) -> tuple[str, int]:
     return found.group(1) if found else "", int(states.group(1))
 
 
-@pytest.mark.parametrize(("model", "settings"), [s for s in HOLDS if WHOLE or HOLDS[s]])
+@pytest.mark.parametrize(("model", "settings"), [s for s in SEARCHES if WHOLE or SEARCHES[s]])
 def test_protocol_model_holds_its_properties_in_all_states(
     tmp_path: Path, model: str, settings: str
 ) -> None:
