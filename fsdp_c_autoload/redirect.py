@@ -59,7 +59,7 @@ class Redirection:
             _make_calling_code(self.key, self.code) if previous is None else previous.replacement
         )
         active[self.key] = self
-        self.signature: Any = None
+        self.signature: Any = None  # inspect.signature() would else return (*args, **kwargs)
         if "__signature__" not in vars(function):
             self.signature = _get_signature(function)
             function.__signature__ = self.signature  # type: ignore[attr-defined]
