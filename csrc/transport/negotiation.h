@@ -66,8 +66,7 @@ FCT_CHECK int shm_negotiation_run(shm_negotiation *n, fct_pg *pg, fct_use use, s
  * Shared memory carries later hashes in the labels of messages (op_tag.h), and gloo in one exchange
  * per hash if all ranks wait in round 1. `waits`: the caller waits for its collective at once, so
  * the call waits for the answers, too. If all ranks wait in round 1, the call also completes round
- * 2, and the fallback moves no gather. Errors and repetition as in
- * shm_negotiation_run. */
+ * 2, and the fallback moves no gather. Errors and repetition as in shm_negotiation_run. */
 FCT_CHECK int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint64_t plan,
                                            bool waits, shm_attach attach, fct_plan_result *result);
 /* Writes the number that a root has in this process group: 1 for the root that is numbered first.
@@ -76,8 +75,9 @@ FCT_CHECK int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint6
 FCT_CHECK int shm_negotiation_number_root(shm_negotiation *n, uint64_t root, uint64_t *number);
 /* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */
 void shm_negotiation_count_gather(shm_negotiation *n);
-/* Whether the ranks compare the sizes of the next collective. They begin at the same collective,
- * where all ranks have read the rounds and the negotiation is declined. */
+/* Whether the ranks compare the sizes of the next collective. They do so under the condition of
+ * agreements (see below), and begin at the same collective, where all ranks have read the rounds
+ * and the negotiation is declined. */
 bool shm_negotiation_compares_sizes(shm_negotiation *n);
 /* Before the fallback moves a collective: raises a Python exception if another rank issues one of
  * another kind or size; see sequence.h. `signature` 0 or `tag` NULL: unknown. Compares nothing

@@ -51,7 +51,7 @@ byte differs[STEPS];  /* pairs of ranks whose labels differ in a step */
 byte unknowns[STEPS]; /* ranks with unknown labels in a step */
 byte raised[RANKS];   /* mismatches that a rank has raised */
 byte outcome[RANKS];
-bit left_out;       /* a rank left out collectives that its peers issue */
+bit left_out;         /* a rank left out collectives that its peers issue */
 bit left_late;        /* a rank left a backward after it had issued its collectives */
 bit has_died, died_early;
 
