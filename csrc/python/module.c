@@ -284,9 +284,9 @@ static PyMethodDef module_methods[] = {
      "Returns (factor, gradients that were not scaled). Gradients are not scaled if they have more "
      "than max_numel elements, or are not contiguous float32 on the CPU. With all_or_none, scales "
      "nothing and returns None if a gradient is not contiguous float32 on the CPU."},
-    {"count_step", (PyCFunction)(void (*)(void))fcpy_count_step, METH_FASTCALL,
-     "count_step(optimizer, args, kwargs): post-hook of optimizer.step(); bumps the version "
-     "counters of the local tensors of its DTensors."},
+    {"bump_shard_versions", (PyCFunction)(void (*)(void))fcpy_bump_shard_versions, METH_FASTCALL,
+     "bump_shard_versions(optimizer, args, kwargs): post-hook of optimizer.step(); bumps the "
+     "version counters of the local tensors of its DTensors."},
     {"guard_bind", fcpy_guard_bind, METH_VARARGS,
      "guard_bind(group_methods, state_methods, entries, log_cache, log_enabled): stores the "
      "unpatched methods and functions of torch's classes and modules."},

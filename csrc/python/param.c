@@ -17,7 +17,6 @@
 
 /* ---- life ---- */
 
-/* Param(sizes, dim, world, rank, forward=None) */
 static PyObject *param_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     fcpy_module *mod = fcpy_module_of(type);
     if (mod == NULL) {
@@ -55,6 +54,7 @@ static int parse_sizes(PyObject *sizes, int64_t shape[64]) {
     return (int)ndim;
 }
 
+/* Param(sizes, dim, world, rank, forward=None) */
 static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"sizes", "dim", "world", "rank", "forward", NULL};
     fcpy_param *self = (fcpy_param *)obj;

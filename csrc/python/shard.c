@@ -5,7 +5,8 @@
  * swap_tensors. Therefore the Param records pointers to the tensors (fcpy_param.shard_identity)
  * when the core receives the shard. Each gather compares the pointers first. Version counters
  * detect changed values: the core's tensor shares the counter of the local tensor. DTensor's
- * operators do not bump the counter of the local tensor, so count_step does after optimizer.step().
+ * operators do not bump the counter of the local tensor, so bump_shard_versions does after
+ * optimizer.step().
  */
 #include "shard.h"
 
@@ -138,13 +139,13 @@ static int bump_group(const fcpy_module *mod, PyObject *group) {
     return failed != 0 || PyErr_Occurred() ? -1 : 0;
 }
 
-PyObject *fcpy_count_step(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+PyObject *fcpy_bump_shard_versions(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     const fcpy_module *mod = (const fcpy_module *)PyModule_GetState(module);
     if (fcpy_check_bound(mod) != 0) {
         return NULL;
     }
     if (count < 1) {
-        PyErr_SetString(PyExc_TypeError, "count_step: an optimizer was expected");
+        PyErr_SetString(PyExc_TypeError, "bump_shard_versions: an optimizer was expected");
         return NULL;
     }
     PyObject *groups = PyObject_GetAttr(args[0], mod->names.param_groups);

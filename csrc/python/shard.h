@@ -10,8 +10,8 @@ int fcpy_shard_refresh(void *param);
  * records the tensors of a new shard. */
 PyObject *fcpy_shard_cut(PyObject *param, PyObject *args);
 PyObject *fcpy_shard_note(PyObject *param, PyObject *unused);
-/* _C.count_step(optimizer, args, kwargs): bumps version counters after optimizer.step(). */
-PyObject *fcpy_count_step(PyObject *module, PyObject *const *args, Py_ssize_t count);
+/* _C.bump_shard_versions(optimizer, args, kwargs): bumps counters after optimizer.step(). */
+PyObject *fcpy_bump_shard_versions(PyObject *module, PyObject *const *args, Py_ssize_t count);
 /* _C.has_memory(tensor) -> bool */
 PyObject *fcpy_has_memory(PyObject *module, PyObject *obj);
 

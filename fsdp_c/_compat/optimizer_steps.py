@@ -14,17 +14,17 @@ from . import patches
 
 
 class _CountStep:
-    """Calls ``_C.count_step`` without a Python frame.
+    """Calls ``_C.bump_shard_versions`` without a Python frame.
 
     Dynamo prints a warning if a compiled step calls the C function directly. An object of this
     class is called without a warning.
     """
 
-    __call__ = staticmethod(_C.count_step)
+    __call__ = staticmethod(_C.bump_shard_versions)
     _torchdynamo_disable = True
 
 
 patches.apply_with_first_model(
-    "optimizer step post hook: count_step",
+    "optimizer step post hook: bump_shard_versions",
     lambda: patches.add_hook(register_optimizer_step_post_hook, _CountStep()),
 )

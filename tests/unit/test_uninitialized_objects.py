@@ -83,7 +83,7 @@ def test_function_of_extension_without_bind_raises(monkeypatch: pytest.MonkeyPat
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1)
     for function, *args in (
         (unbound.clip_collect, [torch.zeros(2)], False),
-        (unbound.count_step, optimizer),
+        (unbound.bump_shard_versions, optimizer),
         (param._cut, torch.zeros(4), 0),
     ):
         with pytest.raises(SystemError, match=r"bind\(\) has not been called"):

@@ -70,13 +70,13 @@ def test_step_on_shard_created_in_inference_mode_increments_versions_of_others(
     ],
     ids=["no param_groups", "param_groups of int", "group without params", "params of None"],
 )
-def test_count_step_of_object_that_is_not_an_optimizer_raises(
+def test_bump_shard_versions_of_object_that_is_not_an_optimizer_raises(
     optimizer: object, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        _C.count_step(optimizer, (), {})
+        _C.bump_shard_versions(optimizer, (), {})
     with pytest.raises(TypeError, match="an optimizer was expected"):
-        _C.count_step()
+        _C.bump_shard_versions()
 
 
 def describe(tensor: Any) -> tuple[Any, ...]:

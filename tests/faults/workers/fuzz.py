@@ -59,7 +59,7 @@ FUNCTIONS = (
     _C.clip_collect,
     _C.clip_norm,
     _C.clip_scale,
-    _C.count_step,
+    _C.bump_shard_versions,
     _C._testing.overrides,
     _C.bind,
     _C.guard_bind,
