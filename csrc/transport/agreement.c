@@ -80,7 +80,7 @@ int op_agreement_start(op_agreement *a, fct_pg *pg, bool *issued) {
 
 /* ---- the first difference ---- */
 
-/* Two ranks whose intervals differ. `first` is less than `second`. */
+/* Two ranks that differ. */
 typedef struct rank_pair {
     int64_t first, second;
 } rank_pair;
