@@ -16,9 +16,8 @@
 
 typedef enum negotiation_state { PENDING = 0, CONNECTING, ACCEPTED, DECLINED } negotiation_state;
 
-/* Integers of round 1. RING_PID is 0 for a veto, or without a ring. PLAN is the hash of this rank's
- * plan, or FCT_PLAN_*. */
-enum { FALLBACK_GATHERS = 0, RING_PID, RING_FD, RING_TOKEN, PLAN, FLAGS, CAPABILITY_INTEGERS };
+/* Integers of round 1. PID is 0 for a veto, or without a ring. PLAN is a hash or FCT_PLAN_*. */
+enum { FALLBACK_GATHERS = 0, PID, FD, TOKEN, PLAN, FLAGS, CAPABILITY_INTEGERS };
 /* Flags: the rank waits for its gather, and the rank allows agreements. */
 enum { WAITS = 1, AGREES = 2 };
 
@@ -212,9 +211,9 @@ static int start_negotiation(shm_negotiation *n, fct_pg *pg, shm_attach attach) 
         shm_transport *transport = n->attached ? shm_transport_open() : NULL;
         if (transport != NULL) {
             const shm_ring_handle handle = shm_transport_handle(transport);
-            values[RING_PID] = handle.pid;
-            values[RING_FD] = handle.fd;
-            values[RING_TOKEN] = handle.token;
+            values[PID] = handle.pid;
+            values[FD] = handle.fd;
+            values[TOKEN] = handle.token;
         }
         shm_transport_release(set_state(n, PENDING, transport));
     }
@@ -238,13 +237,12 @@ static int read_capabilities(shm_negotiation *n, fct_pg *pg) {
             const int64_t *values = results + rank * CAPABILITY_INTEGERS;
             const int64_t gathers = values[FALLBACK_GATHERS];
             n->fallback_gathers = gathers > n->fallback_gathers ? gathers : n->fallback_gathers;
-            all_accept = all_accept && values[RING_PID] != 0;
+            all_accept = all_accept && values[PID] != 0;
             all_wait = all_wait && (values[FLAGS] & WAITS) != 0;
             all_agree = all_agree && (values[FLAGS] & AGREES) != 0 && values[PLAN] != FCT_PLAN_OFF;
             n->compares = n->compares && op_is_plan(values[PLAN]);
             if (n->handles != NULL) {
-                n->handles[rank] =
-                    (shm_ring_handle){values[RING_PID], values[RING_FD], values[RING_TOKEN]};
+                n->handles[rank] = (shm_ring_handle){values[PID], values[FD], values[TOKEN]};
             }
         }
         n->fallback_gathers = all_wait ? 0 : n->fallback_gathers;

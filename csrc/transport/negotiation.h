@@ -75,9 +75,9 @@ FCT_CHECK int shm_negotiation_compare_plan(shm_negotiation *n, fct_pg *pg, uint6
 FCT_CHECK int shm_negotiation_number_root(shm_negotiation *n, uint64_t root, uint64_t *number);
 /* Counts a gather or all-reduce that the fallback has moved, unless the negotiation is paused. */
 void shm_negotiation_count_gather(shm_negotiation *n);
-/* Whether the ranks compare the sizes of the next collective. They do so under the condition of
- * agreements (see below), and begin at the same collective, where all ranks have read the rounds
- * and the negotiation is declined. */
+/* Whether the ranks compare the sizes of the next collective. The condition is that of agreements:
+ * see shm_negotiation_start_agreement. The ranks begin at the same collective, where all of them
+ * have read the rounds and the negotiation is declined. */
 bool shm_negotiation_compares_sizes(shm_negotiation *n);
 /* Before the fallback moves a collective: raises a Python exception if another rank issues one of
  * another kind or size; see sequence.h. `signature` 0 or `tag` NULL: unknown. Compares nothing

@@ -34,11 +34,11 @@ typedef struct op_sequence {
     bool ended;                /* a rank sent signature 0: the ranks compare no further sizes */
 } op_sequence;
 
-/* Returns 0 if all ranks issue the collective with this number and signature, and -1 with a Python
- * exception if a rank issues another one, or if a signal handler has raised an exception meanwhile.
- * `entry` describes this rank's collective. Always writes *is_certain: whether the other ranks
- * issue this collective. Then the next collective of this rank must be the same one, also after -1.
- */
+/* Returns 0 if all ranks issue the collective with this number and signature. Returns -1 with a
+ * Python exception if a rank issues another one, or if a signal handler has raised an exception
+ * meanwhile. `entry` describes this rank's collective. Always writes *is_certain: whether the other
+ * ranks issue this collective. Then the next collective of this rank must be the same one, also
+ * after -1. */
 typedef int (*op_departure_handler)(fct_pg *pg, uint64_t number, uint64_t signature,
                                     const op_entry *entry, bool *is_certain);
 /* Sets the handler of this process. Without one, a rank that departs issues its collective at once.

@@ -142,8 +142,8 @@ GLOBALS = {
         "table": "object attached to each process group, until the group ends; GIL",
     },
     "bridge/gil.cpp": {
-        "gil_scope": "whether this thread is in a scope of bridge/gil.h",
-        "gil_taker": "state with which this thread takes the GIL that its scope has released",
+        "in_scope": "whether this thread is in a scope of bridge/gil.h",
+        "saved_state": "state with which this thread takes the GIL that its scope has released",
     },
     "bridge/group.cpp": {
         "table": "handle of each process group, shared by all its users; GIL",
@@ -198,7 +198,7 @@ GLOBALS = {
         "signal_files": "files that the handler of each signal writes; handlers have no argument",
     },
     "transport/group_users.c": {
-        "group_counts": "parameter groups per process group before its negotiation; under the GIL",
+        "user_counts": "parameter groups per process group before its negotiation; under the GIL",
     },
     "transport/op_label.c": {
         "next_label": "label of this thread's next collective; c10d has no parameter for it",

@@ -259,7 +259,7 @@ TRANSPORT_MUTATIONS = {
     ),
     "agreement compares all ranks with rank 0 only": Mutation(
         "agreement",
-        "    while (first < world && summaries[first * SUMMARY + field] == 0) {",
+        "    while (first < world && summaries[first * SUMMARY_INTEGERS + field] == 0) {",
         "    while (first < world && world == 0) {",
         "test_agreement",
         "[  FAILED  ] rank_with_unknown_collectives_is_equal_to_every_rank",
