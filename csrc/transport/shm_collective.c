@@ -81,8 +81,8 @@ static void copy_bytes(const shm_collective *c, size_t segment, size_t rank, ove
     }
     for (size_t done = 0, bytes = 0; done < o.bytes; done += bytes) {
         const size_t begin = o.in_segment + done;
-        const size_t in_piece = FCK_CHECKSUM_PIECE - begin % FCK_CHECKSUM_PIECE;
-        bytes = in_piece < o.bytes - done ? in_piece : o.bytes - done;
+        const size_t left_in_piece = FCK_CHECKSUM_PIECE - begin % FCK_CHECKSUM_PIECE;
+        bytes = left_in_piece < o.bytes - done ? left_in_piece : o.bytes - done;
         memcpy(to + done, from + done, bytes);
         add_piece(c, segment, rank, begin + bytes);
     }
