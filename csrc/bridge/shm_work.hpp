@@ -29,10 +29,10 @@ struct RankShards {
     bool checksums = false; /* of each segment of each rank */
 };
 
-/* One collective and the tensors that it uses. Works progress only inside wait() and isCompleted().
- * If the messages of a work do not fit into the ring at issue, peers wait for this progress. The
- * operation type of such a work is UNKNOWN, like that of gloo's reduce-scatter, so that a progress
- * thread waits for it. */
+/* One collective and the tensors that it uses. After start(), works progress only inside wait() and
+ * isCompleted(). If the messages of a work do not fit into the ring at issue, peers wait for this
+ * progress. The operation type of such a work is UNKNOWN, like that of gloo's reduce-scatter, so
+ * that a progress thread waits for it. */
 class ShmWork : public c10d::Work {
   public:
     /* `tensors` stay alive until completion. For a reduce-scatter and an all-reduce the first
@@ -53,8 +53,8 @@ class ShmWork : public c10d::Work {
      * shards. */
     void start(ShmTransportPtr transport, shm_request request, const RankShards &shards);
 
-    /* Called by the progress thread, or by torch's functions on the caller's thread. May be called
-     * again: returns or throws the same outcome. */
+    /* Called by the progress thread, or by waits of the caller's thread. May be called again:
+     * returns or throws the same outcome. */
     bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
     bool isCompleted() override;
     bool is_cpu_bound() const;

@@ -16,7 +16,7 @@
 
 #include "negotiation.pml"
 
-byte shared_count[ENTRIES];                /* gathers that a rank has issued over shared memory */
+byte shared_count[ENTRIES]; /* gathers that a rank has issued over shared memory */
 byte transport_of[PROCESS_GROUPS * GATHERS]; /* of a gather: 1 gloo, 2 shared memory */
 bit has_died;
 byte outcome[RANKS];
