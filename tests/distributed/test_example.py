@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import fork_server
 import forked_python
@@ -78,7 +79,7 @@ def rank_errors(result: RunResult) -> str:
     return result.stderr.partition("\nTraceback (most recent call last)")[0]
 
 
-def losses(out: Path) -> dict[str, object]:
+def losses(out: Path) -> dict[str, Any]:
     """Returns the losses of a finished run: hexadecimal floats and a digest of the weights."""
     return json.loads((out / "losses.json").read_text())
 

@@ -96,7 +96,7 @@ def mixed_precision_on_one_rank(api: Api) -> dict[str, Any]:
     ):
         policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
         model = shard(api, blocks_and_head(), mp_policy=policy)
-        results[f"{param} {reduce}"] = train(model, 0, 3)
+        results[f"param {param}, reduce {reduce}"] = train(model, 0, 3)
     return results
 
 
@@ -126,7 +126,7 @@ def accumulation_on_one_rank(api: Api) -> dict[str, Any]:
 def shards_replaced_between_backwards_on_one_rank(api: Api) -> dict[str, Any]:
     """Returns the gradients of two microbatches. The shards are replaced in between."""
     results: dict[str, Any] = {}
-    for name in ("not at all", "by load_state_dict", "by conversions"):
+    for name in ("not replaced", "by load_state_dict", "by conversions"):
         for reshard in (True, False):
             model = shard(api, blocks_and_head(), reshard_after_forward=reshard)
             model.set_requires_gradient_sync(False)
@@ -138,7 +138,7 @@ def shards_replaced_between_backwards_on_one_rank(api: Api) -> dict[str, Any]:
                 model.float()
             model.set_requires_gradient_sync(True)
             step(model)
-            results[f"{name}, {reshard}"] = grads(model)
+            results[f"{name}, reshard_after_forward={reshard}"] = grads(model)
     return results
 
 
@@ -161,7 +161,7 @@ def evaluation_on_one_rank(api: Api) -> dict[str, list[float]]:
             results.append(loss.item())
         return results
 
-    return {"with": losses(True), "without": losses(False)}
+    return {"evaluated": losses(True), "not evaluated": losses(False)}
 
 
 @one_rank_scenario()
@@ -175,7 +175,7 @@ def inference_mode_on_one_rank(api: Api) -> dict[str, Any]:
         with torch.no_grad():
             results[f"{when}, no_grad"] = model(batch(0, 9)).square().mean().item()
         results[when] = train(model, 0, 1)
-    return results | {"without": [*train(blocks_and_head(), 0, 1)]}
+    return results | {"not sharded": train(blocks_and_head(), 0, 1)}
 
 
 @one_rank_scenario()

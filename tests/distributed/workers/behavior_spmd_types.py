@@ -72,7 +72,7 @@ class TypedBlock(nn.Module):
 
 
 def train(
-    api: Api, checks: bool, policy: MixedPrecisionPolicy, steps: int = 3, sync: bool = True
+    api: Api, policy: MixedPrecisionPolicy, *, checks: bool, steps: int = 3, sync: bool = True
 ) -> dict[str, Any]:
     """Trains two typed blocks for ``steps`` steps.
 
@@ -129,9 +129,11 @@ def typed_parameters_train(api: Api) -> dict[str, Any] | None:
         return None
     fp32, mixed = MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float64)
     return {
-        "unchecked": train(api, False, fp32),
-        "checked": train(api, True, fp32),
-        "checked, reduced in float64": train(api, True, mixed, steps=4, sync=False),
+        "unchecked": train(api, fp32, checks=False),
+        "checked": train(api, fp32, checks=True),
+        "checked, accumulated, reduced in float64": train(
+            api, mixed, checks=True, steps=4, sync=False
+        ),
     }
 
 

@@ -36,7 +36,8 @@ Record = list[torch.Tensor]
 class Net(nn.Module):
     """Residual layers of uneven sizes, an optional branch and a frozen scale.
 
-    (batch, DIM) -> (batch, DIM). ``swapped`` runs the two halves in the opposite order.
+    (batch, DIM) -> (batch, DIM). ``spare``: runs the optional branch. ``swapped``: runs the two
+    halves in the opposite order. ``segments``: number of checkpointed calls of the last layer.
     """
 
     def __init__(self) -> None:
@@ -274,7 +275,8 @@ def _values_of(tensor: torch.Tensor) -> list[float]:
 def failure(rank: int, world: int) -> None:
     """A hook raises on both ranks in a backward, before the gradients of the first layer.
 
-    With one bucket per parameter some buckets are reduced already, with one bucket none.
+    With one bucket per parameter some buckets are reduced already, with one bucket none. With
+    several, ranks can differ.
     """
     for name, cap in CAPS.items():
         expected = train(make_replicated(cap)())

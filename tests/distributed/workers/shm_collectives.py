@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -181,7 +182,7 @@ def wait_in_reverse_order(rank: int, world: int) -> bool:
 
 def sum_subnormal_numbers(rank: int, world: int) -> tuple[bool, bool]:
     """Returns whether sums over gloo and over shared memory keep subnormal numbers, if the rank
-    flushes them from now on."""
+    calls ``set_flush_denormal`` after the creation of the groups."""
     groups = (dist.group.WORLD, _C.shm_group(dist.group.WORLD))
     rank_shards = torch.full((world * 64,), 1e-40)
     torch.set_flush_denormal(True)
@@ -207,8 +208,6 @@ def wait_under_dispatch_mode(rank: int, world: int) -> tuple[list[str], list[flo
 
 def is_declined(rank: int, world: int, variable: str, value: str) -> bool:
     """Returns whether this rank has no direct group if the last rank sets ``variable``."""
-    import os
-
     if rank == world - 1:
         os.environ[variable] = value
     return _C.shm_group(dist.group.WORLD) is None

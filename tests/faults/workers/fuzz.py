@@ -55,6 +55,7 @@ TYPES = (
     state.IterationContext,
 )
 BASES = TYPES[:5]
+"""The types that C defines. The others inherit from them."""
 FUNCTIONS = (
     _C.clip_collect,
     _C.clip_norm,
