@@ -33,6 +33,7 @@ THREE_RANKS = "RANKS=3 FAULTS=2 ORDINARY"
 FINE_STEPS = "RANKS=2 FAULTS=0 ORDINARY FINE"
 TWO_ITEMS = "RANKS=2 ITEMS=2 FAULTS=1"
 THREE_RANKS_ONE_ITEM = "RANKS=3 ITEMS=1 FAULTS=2 ORDINARY"
+THREE_COMPARING = "RANKS=3 ITEMS=2 FAULTS=2"
 
 SEARCHES = {
     ("steps", ONE_FAULT): True,
@@ -44,6 +45,9 @@ SEARCHES = {
     ("agreement", "RANKS=3 FAULTS=0 ORDINARY"): True,
     ("departures", f"{TWO_ITEMS} ORDINARY"): True,
     ("departures", "RANKS=3 ITEMS=2 FAULTS=0 ORDINARY"): True,
+    ("labels", "RANKS=3 ITEMS=2 FAULTS=1"): True,
+    ("labels", "RANKS=2 ITEMS=2 FAULTS=2"): True,
+    ("labels", THREE_COMPARING): False,
     ("steps", FINE_STEPS): False,
     ("steps", "RANKS=2 FAULTS=1"): False,
     ("steps", "RANKS=2 FAULTS=2"): False,
@@ -117,6 +121,12 @@ RULES = {
     "INTERRUPTED_REQUEST_IS_CLOSED": ("departures", TWO_ITEMS, "assertion", False),
     "CLOSING_IS_ATOMIC": ("departures", TWO_ITEMS, "", False),
     "DIFFERENCE_REMAINS": ("departures", "RANKS=3 ITEMS=1 FAULTS=1 ORDINARY", DEADLOCK, False),
+    "UNKNOWN_LABEL_EQUALS_ALL": ("labels", THREE_COMPARING, "assertion", True),
+    "ISSUED_LABELS_ARE_COMPARED": ("labels", THREE_COMPARING, "assertion", False),
+    "RING_IS_CLOSED": ("labels", THREE_COMPARING, "assertion", True),
+    "ALL_RANKS_READ_REQUESTS": ("labels", THREE_COMPARING, "assertion", False),
+    "REQUEST_REMAINS": ("labels", THREE_COMPARING, "assertion", False),
+    "REQUEST_HAS_NUMBER": ("labels", THREE_COMPARING, "assertion", False),
     "TWO_RANKS_REQUEST": ("departures", THREE_RANKS_ONE_ITEM, DEADLOCK, False),
 }
 """Rule of the C code -> model and settings in which the model without the rule fails, the kind of
@@ -136,6 +146,7 @@ REACHED = {
     "TIME_LIMIT": ("agreement", TWO_FAULTS),
     "STOPPED": ("departures", TWO_ITEMS),
     "DEPARTED": ("departures", TWO_ITEMS),
+    "DIFFERENT": ("labels", "RANKS=2 ITEMS=2 FAULTS=1"),
     "TIMED_OUT": ("departures", TWO_ITEMS),
 }
 """States that a search must visit, REACH_* in a model -> model and settings."""
