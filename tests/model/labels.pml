@@ -20,9 +20,9 @@
 #define SAME 2
 #define OTHER 3
 #define IS_KNOWN(label) ((label) > UNKNOWN)
-#ifdef WEAK_UNKNOWN_LABEL_EQUALS_ALL
+#ifdef WITHOUT_UNKNOWN_LABEL_EQUALS_ALL
 #define DIFFER(a, b) ((a) != NOT_ISSUED && (b) != NOT_ISSUED && (a) != (b))
-#elif defined(WEAK_ISSUED_LABELS_ARE_COMPARED)
+#elif defined(WITHOUT_ISSUED_LABELS_ARE_COMPARED)
 #define DIFFER(a, b) ((a) != UNKNOWN && (b) != UNKNOWN && (a) != (b))
 #else
 #define DIFFER(a, b) (IS_KNOWN(a) && IS_KNOWN(b) && (a) != (b))
@@ -42,7 +42,7 @@ byte request_number[RANKS], request_label[RANKS];
 bit difference[RANKS];
 byte handled[RANKS]; /* by rank: bits of the requests whose difference the rank has read */
 
-#ifdef WEAK_RING_IS_CLOSED
+#ifdef WITHOUT_RING_IS_CLOSED
 #define NEIGHBOR (me == 0 -> me : me - 1)
 #else
 #define NEIGHBOR ((me + RANKS - 1) % RANKS)
@@ -74,7 +74,7 @@ proctype host(byte me) {
 #define FOUND(n) DIFFER(label[me * ITEMS + (n)], key[NEIGHBOR * ITEMS + (n)])
 
 /* answer_requests: whether request `r` concerns this rank now. */
-#ifdef WEAK_ALL_RANKS_READ_REQUESTS
+#ifdef WITHOUT_ALL_RANKS_READ_REQUESTS
 #define READS(r) (NEIGHBOR == (r) || (r) == me)
 #else
 #define READS(r) true
@@ -85,7 +85,7 @@ proctype host(byte me) {
      (difference[r] || DIFFER(OWN(r), request_label[r])))
 
 inline answer(r) {
-#ifdef WEAK_REQUEST_REMAINS
+#ifdef WITHOUT_REQUEST_REMAINS
     published[r] = !difference[r];
 #endif
     difference[r] = 1; /* compare_set: the first text remains */
@@ -103,7 +103,7 @@ end:
     :: d_step { !gone[me] && !reserved[me] && (FOUND(0) || FOUND(ITEMS - 1)) ->
         n = (FOUND(0) -> 0 : ITEMS - 1);
         reserved[me] = 1;
-#ifdef WEAK_REQUEST_HAS_NUMBER
+#ifdef WITHOUT_REQUEST_HAS_NUMBER
         request_number[me] = 0;
 #else
         request_number[me] = n;
