@@ -22,7 +22,9 @@ pytestmark = pytest.mark.timeout(3600)
 
 WHOLE = os.environ.get("FSDP_C_ACCELERATOR_WHOLE", "") not in ("", "0")
 BASIC = 140
+"""Number of generated settings of the basic grid. Unsupported ones are then removed."""
 WIDE = 190
+"""Number of generated settings of the wide grid."""
 TWO, FOUR = Launch(2), Launch(4)
 
 TORCH_RACES = (("prefetch=forward", "interleaved"), ("reshard,", "schedule=reversed"))

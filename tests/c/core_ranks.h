@@ -260,12 +260,13 @@ static sim_collective *collective_new(int world) {
     return c;
 }
 
-/* Compares the label of a rank with those of the ranks that have issued the collective. */
-static bool is_mismatch(const sim_collective *c, int group_rank) {
+/* Compares the label of a rank with those of the ranks that have issued the collective. Counts a
+ * mismatch, and returns whether there is one. */
+static bool detect_mismatch(const sim_collective *c, int group_rank) {
     for (int i = 0; i < c->world; i++) {
-        const bool is_kind = c->ranks[i].kind == c->ranks[group_rank].kind;
+        const bool is_same_kind = c->ranks[i].kind == c->ranks[group_rank].kind;
         if (c->ranks[i].has_issued && i != group_rank &&
-            !(is_kind && op_label_is_equal(&c->ranks[i].label, &c->ranks[group_rank].label))) {
+            !(is_same_kind && op_label_is_equal(&c->ranks[i].label, &c->ranks[group_rank].label))) {
             char own[256], other[256];
             op_label_describe(&c->ranks[group_rank].label, &c->ranks[i].label,
                               c->ranks[group_rank].kind, 0, own, sizeof own);
@@ -299,7 +300,7 @@ static sim_collective *issue_once(const char *group, const fct_op_tag *tag) {
     if (many.omits_labels) {
         found->ranks[group_rank].label.unit = 0;
     }
-    if (is_mismatch(found, group_rank)) {
+    if (detect_mismatch(found, group_rank)) {
         c->failed = true;
         fail_from(c, at);
     }

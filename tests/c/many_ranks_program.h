@@ -47,7 +47,7 @@ static collective_op *new_op(fct_op_kind kind, int unit) {
     return op;
 }
 
-/* As fc_comm_defer_release: the transport may still use the operation. */
+/* As in fc_comm_defer_release, because the transport may still use the operation. */
 static void abandon(struct fct_pg *pg, collective_op **op) {
     if (*op != NULL) {
         (*op)->next = pg->abandoned;
@@ -234,7 +234,7 @@ static outcome run_action(struct fct_pg *pg) {
     return a.kind == AWAIT ? await_gather(pg, a.unit) : finish_reduction(pg);
 }
 
-/* As fc_state_reset. */
+/* As in fc_state_reset. */
 static void reset_iter_state(struct fct_pg *pg) {
     for (int unit = 0; unit < UNITS; unit++) {
         if (!has_bug(RESET_FORGETS_GATHER, pg)) {
@@ -254,7 +254,7 @@ static void load_checkpoint(struct fct_pg *pg) {
     }
 }
 
-/* Runs the steps until the rank raises. */
+/* Runs all steps. Returns early with an outcome that the rank does not catch. */
 static outcome run_steps(struct fct_pg *pg) {
     while (pg->step < STEPS) {
         if (is_due(RAISES_ON_ALL, pg)) {

@@ -28,7 +28,7 @@ typedef enum fault_kind {
     OTHER_UNIT,     /* gathers another unit */
     OTHER_PARAMS,   /* reduces the gradients of other parameters */
     LEAVES_OUT,     /* a collective */
-    OTHER_PLAN,     /* of the model; the faults from here on begin with the schedule */
+    OTHER_PLAN,     /* of the model; this and the next two faults begin with the schedule */
     VETO,           /* of shared memory */
     CANNOT_CONNECT, /* cannot map a ring */
     RAISES_ON_ALL,  /* every rank raises at the same action and resets */
@@ -55,11 +55,11 @@ typedef enum known_bug {
 
 typedef enum outcome {
     COMPLETED = 0,
-    CLOSED,
-    MISMATCH,
-    PLAN,
+    CLOSED,   /* a peer has ended, or gloo is broken */
+    MISMATCH, /* of labels */
+    PLAN,     /* the plans differ */
     TIMED_OUT,
-    MEMORY,
+    MEMORY, /* an allocation has failed */
     INTERRUPT
 } outcome;
 
@@ -86,8 +86,8 @@ typedef struct unit_state {
 
 struct fct_pg {
     int rank;
-    bool waits;
-    uint64_t plan;
+    bool waits;    /* for the comparison of plans, before it starts a gather */
+    uint64_t plan; /* 0: the guard is off */
     shm_negotiation *negotiation;
     unit_state units[UNITS];
     collective_op *reduction;
@@ -111,7 +111,12 @@ static struct {
     int world;
     known_bug bug;
     fault faults[2];
-    bool all_wait, guard_is_off, plan_differs, diverged, shifted, gloo_broken;
+    bool all_wait;     /* no rank starts a gather before the comparison of plans has ended */
+    bool guard_is_off; /* a rank compares nothing */
+    bool plan_differs;
+    bool diverged;    /* ranks have issued different collectives with one number */
+    bool shifted;     /* a rank has issued more or fewer collectives than the others */
+    bool gloo_broken; /* all its collectives fail, because sizes differed */
     struct fct_pg ranks[RANKS_MAX];
     log_entry gloo[OPS_MAX][RANKS_MAX], shm[OPS_MAX][RANKS_MAX];
     int transports[OPS_MAX]; /* of a collective, in the order of issue; 1: gloo, 2: shared memory */

@@ -22,7 +22,7 @@ typedef struct exchanged {
     int arrived[ROUNDS];
 } exchanged;
 
-static exchanged *wire;
+static exchanged *shared_rounds;
 
 struct fct_pg {
     int64_t rank, world;
@@ -34,8 +34,11 @@ struct fct_exchange {
 };
 
 static struct fct_pg group;
-static int rounds, live_exchanges, interruptions, failing_starts, attached;
-static void (*during_start)(void); /* runs while a start has released the GIL; NULL: none */
+static int rounds; /* exchanges that this rank has started */
+static int live_exchanges;
+static int interruptions, failing_starts; /* waits and starts that fail from now on */
+static int attached;                      /* calls of attach() */
+static void (*during_start)(void);        /* runs while a start has released the GIL; NULL: none */
 
 int64_t fct_pg_world_size(const fct_pg *pg) {
     return pg->world;
@@ -67,9 +70,9 @@ int fct_exchange_start(fct_pg *pg, const int64_t *values, size_t count, fct_exch
     fct_exchange *exchange = (fct_exchange *)malloc(sizeof *exchange);
     *exchange = (fct_exchange){rounds++, 1};
     live_exchanges++;
-    memcpy(&wire->values[exchange->round][(size_t)pg->rank * count], values,
+    memcpy(&shared_rounds->values[exchange->round][(size_t)pg->rank * count], values,
            count * sizeof *values);
-    (void)__atomic_fetch_add(&wire->arrived[exchange->round], 1, __ATOMIC_SEQ_CST);
+    (void)__atomic_fetch_add(&shared_rounds->arrived[exchange->round], 1, __ATOMIC_SEQ_CST);
     if (during_start != NULL) {
         during_start();
     }
@@ -87,10 +90,11 @@ int fct_exchange_wait(fct_exchange *exchange, const int64_t **results) {
         interruptions--;
         return -1;
     }
-    while (__atomic_load_n(&wire->arrived[exchange->round], __ATOMIC_SEQ_CST) < (int)group.world) {
+    while (__atomic_load_n(&shared_rounds->arrived[exchange->round], __ATOMIC_SEQ_CST) <
+           (int)group.world) {
         (void)sched_yield();
     }
-    *results = wire->values[exchange->round];
+    *results = shared_rounds->values[exchange->round];
     return 0;
 }
 
@@ -137,7 +141,8 @@ static shm_negotiation *begin(void) {
     return n;
 }
 
-__attribute__((unused)) static bool is_accepted(shm_negotiation *n, fct_use use) {
+/* Runs a negotiation. Returns whether it accepted shared memory. */
+__attribute__((unused)) static bool negotiate(shm_negotiation *n, fct_use use) {
     bool accepted = false;
     require(shm_negotiation_run(n, &group, use, attach, &accepted) == 0);
     return accepted;
@@ -147,7 +152,7 @@ __attribute__((unused)) static bool is_accepted(shm_negotiation *n, fct_use use)
  * 100 gathers is accepted. */
 __attribute__((unused)) static int count_fallback_gathers(shm_negotiation *n) {
     for (int gathers = 0; gathers < 100; gathers++) {
-        if (is_accepted(n, FCT_USE_GATHER)) {
+        if (negotiate(n, FCT_USE_GATHER)) {
             return gathers;
         }
         shm_negotiation_count_gather(n);
@@ -161,11 +166,11 @@ static void end(shm_negotiation *n) {
 }
 
 static void run_negotiation(void (*run)(void), int world) {
-    wire = (exchanged *)mmap(NULL, sizeof *wire, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                             -1, 0);
-    assert_true(wire != MAP_FAILED);
+    shared_rounds = (exchanged *)mmap(NULL, sizeof *shared_rounds, PROT_READ | PROT_WRITE,
+                                      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    assert_true(shared_rounds != MAP_FAILED);
     run_ranks(run, world);
-    (void)munmap(wire, sizeof *wire);
+    (void)munmap(shared_rounds, sizeof *shared_rounds);
 }
 
 static fct_plan_result compare(shm_negotiation *n, uint64_t plan, bool waits) {

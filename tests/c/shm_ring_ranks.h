@@ -36,7 +36,7 @@ typedef struct scenario {
 
 /* The rank that this process runs. */
 static struct {
-    const scenario *of;
+    const scenario *test;
     shm_ring *ring;
     int rank, world_size;
     int up, down; /* pipes to and from the test's process */
@@ -78,10 +78,10 @@ static inline void run_as_rank(void) {
     const size_t bytes = sizeof handles[0] * (size_t)me.world_size;
     (void)alarm(ALARM);
     me.random = (uint64_t)me.rank;
-    me.ring = shm_ring_create(me.of->capacity);
+    me.ring = shm_ring_create(me.test->capacity);
     require(me.ring != NULL);
     me.ring->own.page->committed = me.ring->own.page->released = me.ring->read_seq =
-        me.of->first_counter;
+        me.test->first_counter;
     memset(&mine, 0, sizeof mine);
     mine.rank = me.rank;
     mine.handle = shm_ring_get_handle(me.ring);
@@ -89,7 +89,7 @@ static inline void run_as_rank(void) {
     require(read(me.down, handles, bytes) == (ssize_t)bytes);
     require(shm_ring_connect(me.ring, me.rank, me.world_size, handles));
     barrier(); /* a rank that ends before its peers have mapped it would fail their connect */
-    me.of->run();
+    me.test->run();
     shm_ring_destroy(me.ring);
     _exit(0);
 }
@@ -125,38 +125,38 @@ static inline void serve_barriers(int world_size, int from, const int *to, const
     }
 }
 
-static inline void start_rank(const scenario *of, int rank, int from, int to) {
-    me.of = of;
+static inline void start_rank(const scenario *test, int rank, int from, int to) {
+    me.test = test;
     me.rank = rank;
-    me.world_size = of->world_size;
+    me.world_size = test->world_size;
     me.down = from;
     me.up = to;
     run_as_rank();
 }
 
-static inline void run_ranks(const scenario *of) {
+static inline void run_ranks(const scenario *test) {
     (void)signal(SIGPIPE, SIG_IGN); /* raised by writes to a rank that has ended */
     int up[2], down[SHM_RING_MAX_RANKS][2], to[SHM_RING_MAX_RANKS];
     pid_t ranks[SHM_RING_MAX_RANKS];
     assert_int_equal(pipe(up), 0);
-    for (int i = 0; i < of->world_size; i++) {
+    for (int i = 0; i < test->world_size; i++) {
         assert_int_equal(pipe(down[i]), 0);
         ranks[i] = fork();
         assert_true(ranks[i] >= 0);
         if (ranks[i] == 0) {
             (void)close(up[0]);
-            start_rank(of, i, down[i][0], up[1]);
+            start_rank(test, i, down[i][0], up[1]);
         }
         (void)close(down[i][0]);
         to[i] = down[i][1];
     }
     (void)close(up[1]);
-    distribute_handles(of->world_size, up[0], to);
-    serve_barriers(of->world_size, up[0], to, ranks);
-    for (int i = 0; i < of->world_size; i++) {
+    distribute_handles(test->world_size, up[0], to);
+    serve_barriers(test->world_size, up[0], to, ranks);
+    for (int i = 0; i < test->world_size; i++) {
         int status = -1;
         assert_int_equal(waitpid(ranks[i], &status, 0), ranks[i]);
-        if (i > 0 && of->killed_rank == i) {
+        if (i > 0 && test->killed_rank == i) {
             assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
         } else {
             assert_int_equal(status, 0);
@@ -172,17 +172,17 @@ static inline uint64_t key_of(int rank, uint32_t message) {
     return mix((uint64_t)rank << 32 | message);
 }
 
-static inline uint32_t kind_of(int rank, uint32_t message) {
+static inline uint32_t tag_of(int rank, uint32_t message) {
     return (uint32_t)key_of(rank, message);
 }
 
 static inline size_t size_of(int rank, uint32_t message) {
     const uint64_t key = mix(key_of(rank, message));
-    const size_t capacity = me.of->capacity, some = (size_t)(key >> 32);
+    const size_t capacity = me.test->capacity, some = (size_t)(key >> 32);
     const size_t sizes[] = {
         0, 1, capacity, capacity / 2 + 1, capacity / 2, some % 65, some % capacity};
-    const size_t of = (size_t)(key % 32);
-    return of < sizeof sizes / sizeof sizes[0] ? sizes[of] : some % (capacity / 8);
+    const size_t choice = (size_t)(key % 32);
+    return choice < sizeof sizes / sizeof sizes[0] ? sizes[choice] : some % (capacity / 8);
 }
 
 /* Each byte depends on the message and on its position. */
@@ -208,9 +208,9 @@ static inline int commit(size_t bytes) {
     if (buffer == NULL) {
         return 0;
     }
-    require((size_t)(buffer - data_of(&me.ring->own)) <= me.of->capacity - bytes);
+    require((size_t)(buffer - data_of(&me.ring->own)) <= me.test->capacity - bytes);
     fill(buffer, bytes, key_of(me.rank, me.written));
-    shm_ring_commit(me.ring, kind_of(me.rank, me.written), NULL);
+    shm_ring_commit(me.ring, tag_of(me.rank, me.written), NULL);
     me.written++;
     return 1;
 }
@@ -223,7 +223,7 @@ static inline int check_next(int rank, size_t bytes) {
         return 0;
     }
     require(state == SHM_RING_READY);
-    require(got.tag == kind_of(rank, me.read) && got.bytes == bytes);
+    require(got.tag == tag_of(rank, me.read) && got.bytes == bytes);
     require(holds(got.data, got.bytes, key_of(rank, me.read)));
     return 1;
 }
@@ -243,7 +243,7 @@ static inline void release_one(void) {
 }
 
 static inline int try_read(void) {
-    if (me.read == me.of->messages || !check_all_peers()) {
+    if (me.read == me.test->messages || !check_all_peers()) {
         return 0;
     }
     for (uint32_t i = random_below(4); i > 0; i--) {
@@ -255,7 +255,7 @@ static inline int try_read(void) {
 }
 
 static inline int try_commit(void) {
-    return me.written < me.of->messages && commit(size_of(me.rank, me.written));
+    return me.written < me.test->messages && commit(size_of(me.rank, me.written));
 }
 
 /* Waits with or without the spins before the futex wait. The timeout is longer than ALARM. */

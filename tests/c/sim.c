@@ -220,11 +220,11 @@ void fct_grad_subscription_free(fct_grad_subscription *subscription) {
 
 int sim_subscriptions_run(const fct_tensor *leaf) {
     const fct_grad_subscription *found = NULL;
-    for (const fct_grad_subscription *w = subscriptions; w != NULL; w = w->next) {
-        if (w->leaf == leaf && found != NULL) {
-            sim_fail("a leaf has two notifications");
-        } else if (w->leaf == leaf) {
-            found = w;
+    for (const fct_grad_subscription *s = subscriptions; s != NULL; s = s->next) {
+        if (s->leaf == leaf && found != NULL) {
+            sim_fail("a leaf has two subscriptions");
+        } else if (s->leaf == leaf) {
+            found = s;
         }
     }
     return found != NULL ? found->hook.call(found->hook.owner) : 0;

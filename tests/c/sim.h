@@ -1,5 +1,5 @@
-/* Simulated device and process groups: the part of csrc/bridge that the core calls,
- * without torch and without Python. (Autograd nodes and Python objects belong to csrc/python.)
+/* Simulated device and process groups: the part of csrc/bridge that the core calls, without torch
+ * and without Python. (Autograd nodes and Python objects belong to csrc/python.)
  *
  * Time. Every access to memory (kernel, copy, collective, allocation) is an operation on a stream.
  * On a device with streams operations are queued and run later, in any order that streams and
@@ -9,7 +9,7 @@
  * allocation may reuse memory that is still in use. Both are detected in every schedule.
  *
  * Memory. A freed block returns to the pool of the stream that allocated it and is reused at once.
- * Its bytes are set to NaN in every floating dtype.
+ * An allocation sets its bytes to NaN in every floating dtype.
  *
  * Peers. A simulation is one rank. The data of the other ranks is known: their shards come from the
  * shard function of the process group. The gradient of rank j is (j + 1) times that of rank 0,
@@ -244,8 +244,8 @@ size_t sim_gil_releases(void);
 void sim_set_in_backward(bool value);
 /* Later backwards record a graph (create_graph). */
 void sim_set_recording(bool value);
-/* Calls the notification of the leaf, as autograd does after it has accumulated into the leaf. A
- * second notification of the leaf is a failure. */
+/* Calls the hook of the leaf's subscription, as autograd does after it has accumulated into the
+ * leaf. Records a failure if the leaf has a second subscription. */
 int sim_subscriptions_run(const fct_tensor *leaf);
 /* sim_run_at_end() runs and removes the callback for the end of the backward. Returns 0 if there is
  * no callback. sim_drop_at_end() removes the callback without a call. */

@@ -14,14 +14,14 @@ static _Thread_local int agreements_in_flight;
 static _Thread_local sim_checksum checksums[CHECKSUMS_MAX];
 static _Thread_local size_t checksum_count;
 static _Thread_local size_t interval_count;
-static _Thread_local uint64_t numbered;             /* intervals of checksums */
+static _Thread_local uint64_t latest_number;        /* of an interval of checksums */
 static _Thread_local bool has_ended[CHECKSUMS_MAX]; /* by number of the interval */
 
 void sim_agreements_begin(void) {
     plan_state = FCT_PLANS_EQUAL;
     checksum_count = 0;
     interval_count = 0;
-    numbered = 0;
+    latest_number = 0;
     memset(has_ended, 0, sizeof has_ended);
     sim_set_agreement(false, "");
 }
@@ -52,9 +52,9 @@ void fct_add_device_checksum(fct_pg *pg, const fct_op_tag *tag, uint64_t checksu
     fct_add_checksum(pg, tag, checksum);
 }
 
-/* Counts the numbers of ended intervals. */
+/* Counts an interval only once. */
 void fct_end_checksum_interval(fct_pg *pg, uint64_t number) {
-    if (pg == NULL || number == 0 || number > numbered || number >= CHECKSUMS_MAX) {
+    if (pg == NULL || number == 0 || number > latest_number || number >= CHECKSUMS_MAX) {
         fail_msg("an interval of checksums has no process group, or no number");
     }
     interval_count += has_ended[number] ? 0 : 1;
@@ -62,7 +62,7 @@ void fct_end_checksum_interval(fct_pg *pg, uint64_t number) {
 }
 
 uint64_t fct_number_checksum_interval(fct_pg *pg) {
-    return pg != NULL ? ++numbered : 0;
+    return pg != NULL ? ++latest_number : 0;
 }
 
 size_t sim_checksum_intervals(void) {

@@ -1,4 +1,4 @@
-/* Checksums of gathered chunks, which the transport computes. */
+/* Checksums of gathered chunks, as the transport computes them. */
 #include "kernels/checksum.h"
 #include "sim_internal.h"
 #include "transport/hash.h"

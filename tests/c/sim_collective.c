@@ -4,7 +4,7 @@
  * ranks. An all-gather also checks that this rank's shard has the values that its peers expect.
  *
  * With streams a collective runs on a stream that all groups share. If it is not asynchronous, it
- * runs on the current stream for about half of the seeds, as in newer releases of NCCL. On the CPU
+ * runs on the current stream for about half of the seeds, as in newer releases of torch. On the CPU
  * it runs later, at a random time. */
 #include "sim_internal.h"
 
@@ -215,8 +215,8 @@ static fct_work *new_work(sim_point end) {
  * arguments of `op` begin with a sim_shared. Replaces *out. */
 static int issue(const fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fct_tensor *input,
                  bool async_op, sim_op op, fct_work **out) {
-    bool here = sim_now.streams && sync_on_current && !async_op;
-    int stream = here ? sim_stream_current() : pg->stream;
+    bool on_current = sim_now.streams && sync_on_current && !async_op;
+    int stream = on_current ? sim_stream_current() : pg->stream;
     sim_use uses[2];
     size_t count = 0;
     if (sim_tensor_block(input) != NULL && sim_tensor_block(input) != sim_tensor_block(output)) {
@@ -227,7 +227,7 @@ static int issue(const fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fc
     }
     op.uses = uses;
     op.use_count = count;
-    if (!here) {
+    if (!on_current) {
         sim_point issued = sim_stream_now(sim_stream_current());
         sim_stream_wait(stream, &issued);
         fct_tensor_retain(output);
@@ -242,7 +242,7 @@ static int issue(const fct_pg *pg, const fct_op_tag *tag, fct_tensor *output, fc
     work->shared = shared;
     fct_work_release(*out);
     *out = NULL;
-    if (here ? sim_random() % 2 == 0 : !sim_now.streams && sim_random() % 8 == 0) {
+    if (on_current ? sim_random() % 2 == 0 : !sim_now.streams && sim_random() % 8 == 0) {
         /* No work is returned: the current stream is ordered, and on the CPU the collective is
          * complete. */
         sim_stream_wait(sim_stream_current(), &work->end);
@@ -275,8 +275,8 @@ bool fct_gather_is_cpu_bound(fct_pg *pg, int64_t rank_bytes) {
     return are_cpu_bound && rank_bytes > 0;
 }
 
-void sim_set_cpu_bound(bool are) {
-    are_cpu_bound = are;
+void sim_set_cpu_bound(bool is_bound) {
+    are_cpu_bound = is_bound;
 }
 
 bool fct_work_rank_checksum(const fct_work *work, size_t run, int64_t rank, uint64_t *checksum) {

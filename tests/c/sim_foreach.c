@@ -23,13 +23,14 @@ static void queue_assign(fct_tensor *to, int64_t to_offset, int64_t to_pitch,
                          const fct_tensor *from, int64_t from_offset, int64_t from_pitch,
                          int64_t rows, int64_t columns, const char *what) {
     const int64_t sizes[2] = {rows, columns};
-    const int64_t written[2] = {to_pitch, 1};
-    const int64_t read[2] = {from_pitch, 1};
+    const int64_t to_strides[2] = {to_pitch, 1};
+    const int64_t from_strides[2] = {from_pitch, 1};
     if (rows * columns == 0) {
         return;
     }
-    fct_tensor *target = sim_tensor_slice(to, 2, sizes, written, to_offset);
-    fct_tensor *source = from != NULL ? sim_tensor_slice(from, 2, sizes, read, from_offset) : NULL;
+    fct_tensor *target = sim_tensor_slice(to, 2, sizes, to_strides, to_offset);
+    fct_tensor *source =
+        from != NULL ? sim_tensor_slice(from, 2, sizes, from_strides, from_offset) : NULL;
     sim_queue_elementwise(target, source, 0.0, what);
     fct_tensor_release(target);
     fct_tensor_release(source);

@@ -28,7 +28,7 @@ void sim_gil_need(const char *name) {
     }
 }
 
-/* Returns true if the call launches or allocates on the device. */
+/* Returns true if the bridge releases the GIL in the call. */
 static bool is_device_call(const char *name) {
     static const char *const names[] = {
         "fct_tensor_empty",      "fct_tensor_cast",      "fct_tensor_copy",   "fct_tensor_add",

@@ -41,8 +41,8 @@ typedef struct sim_use {
 } sim_use;
 
 sim_block *sim_block_alloc(size_t bytes, bool of_host);
-/* `checked`: other code may still use the block, so on the CPU every use must
- * be ordered before the free. */
+/* `checked`: other code may still use the block, so on the CPU every use must be ordered before the
+ * free. */
 void sim_block_free(sim_block *block, bool checked);
 /* Returns the live block that contains these bytes. Records a failure and returns NULL if there is
  * none. */

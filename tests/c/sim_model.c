@@ -148,7 +148,7 @@ static bool callback_needs_grad_now(void *owner) {
     return ((const sim_param *)owner)->shape.hooked;
 }
 
-/* It sets no exception of its own: the status is returned by sim_train.c. */
+/* Returns an fc_status and sets no exception. sim_train.c passes the status on. */
 static int callback_grad_arrived(void *owner) {
     sim_callback("grad_arrived");
     sim_param *p = (sim_param *)owner;

@@ -181,8 +181,8 @@ fc_status sim_hook_end(fc_status status);
 fc_status sim_hook_refresh(fc_group *g); /* an fc_visit */
 /* Each entry records a failure if a hook runs that has not refreshed the group. */
 extern const fc_transitions sim_transitions;
-/* Count the calls of callbacks: sim_callback adds one. sim_callbacks_of returns the number of one
- * callback, or of all if `name` is NULL, since the latest reset. */
+/* Count calls of callbacks: sim_callback counts one. sim_callbacks_of returns how often the
+ * callback `name` was called since the latest reset, or for NULL the sum of all. */
 void sim_callback(const char *name);
 void sim_callbacks_reset(void);
 size_t sim_callbacks_of(const char *name);

@@ -1,6 +1,8 @@
-/* Training scenarios for test_train.c, test_faults.c, test_recovery.c and test_core_ranks.c. Each
- * runs on every kind of device. */
+/* Training scenarios for test_train.c, test_faults.c, test_recovery.c and test_core_ranks.c, for
+ * every kind of device. `.dtype = 0`, the default, is written where a macro needs an argument. */
 #include "sim_model.h"
+
+enum { INT64 = 4 }; /* the c10::ScalarType number, which has no name in kernels.h */
 
 #define MATRIX(...) {.ndim = 2, .sizes = {5, 3}, __VA_ARGS__}
 #define VECTOR(...) {.ndim = 1, .sizes = {3}, __VA_ARGS__}
@@ -403,7 +405,7 @@ static const sim_scenario scenarios[] = {
      .layers = 2,
      .shape_count = 4,
      .shapes = {MATRIX(.compute = FCK_BFLOAT16), VECTOR(.frozen = true),
-                VECTOR(.dtype = 4, .frozen = true), VECTOR(.compute = FCK_BFLOAT16)}},
+                VECTOR(.dtype = INT64, .frozen = true), VECTOR(.compute = FCK_BFLOAT16)}},
     {.name = "several types are trained in one group",
      .world = 2,
      .rank = 1,
@@ -435,7 +437,7 @@ static const sim_scenario scenarios[] = {
      .outputs_without_hooks = true,
      PLAIN},
     {.name = "offloaded on one rank", .offload = true, .world = 1, .layers = 2, PLAIN},
-    {.name = "offloaded, not pinned, two steps to a gradient",
+    {.name = "offloaded, not pinned, gradients added up by two backwards",
      .offload = true,
      .unpinned = true,
      .world = 2,
@@ -568,10 +570,9 @@ static const sim_scenario scenarios[] = {
      .world = 2,
      .layers = 2,
      .shape_count = 2,
-     .shapes = {VECTOR(.dtype = 4, .compute = FCK_FLOAT32, .frozen = true), MATRIX(.dtype = 0)}},
+     .shapes = {VECTOR(.dtype = INT64, .compute = FCK_FLOAT32, .frozen = true),
+                MATRIX(.dtype = 0)}},
 };
-
-static const size_t scenario_count = sizeof scenarios / sizeof scenarios[0];
 
 static const struct {
     const char *name;
@@ -587,7 +588,7 @@ static const struct {
 };
 
 void sim_each_scenario(void (*visit)(const sim_scenario *scenario, const char *device)) {
-    for (size_t i = 0; i < scenario_count; i++) {
+    for (size_t i = 0; i < sizeof scenarios / sizeof scenarios[0]; i++) {
         for (size_t k = 0; k < sizeof devices / sizeof devices[0]; k++) {
             sim_scenario s = scenarios[i];
             s.device.streams = devices[k].streams;

@@ -171,14 +171,14 @@ void sim_host_waits(const sim_point *point) {
 }
 
 void sim_drain(void) {
-    bool ran = true;
-    while (ran) {
-        ran = false;
+    bool again = true;
+    while (again) {
+        again = false;
         for (int i = 0; i < sim_stream_count; i++) {
             /* Each iteration selects a random stream and runs a random number of its operations, so
              * that the order is random while draining, too. */
             stream *s = &streams[((uint64_t)i + sim_random()) % (uint64_t)sim_stream_count];
-            ran = ran || s->first != NULL;
+            again = again || s->first != NULL;
             while (may_run(s) && sim_random() % 4 != 0) {
                 run_first(s);
             }
@@ -190,7 +190,7 @@ void sim_drain(void) {
         if (is_queued && sim_ranks != NULL) {
             run_any();
         }
-        ran = ran || is_queued;
+        again = again || is_queued;
     }
     for (int i = 0; i < sim_stream_count; i++) {
         join_clock(&host, &streams[i].clock);

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { VIEWS_MAX = 2 };
+enum { USES_MAX = 2 };
 
 typedef struct sim_storage {
     size_t refs;
@@ -247,7 +247,7 @@ static void run_elementwise(void *args) {
 static sim_point push(int stream, fct_tensor *to, const fct_tensor *from, double factor,
                       const char *what) {
     elementwise *e = (elementwise *)sim_scratch(sizeof *e);
-    sim_use uses[VIEWS_MAX];
+    sim_use uses[USES_MAX];
     size_t count = 0;
     e->to = sim_view_of(to, what);
     e->factor = factor;

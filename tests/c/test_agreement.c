@@ -32,13 +32,14 @@ static const char *agree(shm_negotiation *n) {
     return difference.text;
 }
 
-static bool issues(shm_negotiation *n) {
+/* Returns whether an agreement was issued. */
+static bool start_agreement(shm_negotiation *n) {
     bool started = true;
     require(shm_negotiation_start_agreement(n, &group, &started) == 0);
     return started;
 }
 
-/* A process group over gloo whose ranks compare. */
+/* Begins a negotiation over gloo. The ranks compare their collectives. */
 static shm_negotiation *begin_over_gloo(void) {
     require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
     shm_negotiation *n = begin();
@@ -48,13 +49,13 @@ static shm_negotiation *begin_over_gloo(void) {
 
 static void agree_on_equal_collectives(void) {
     shm_negotiation *n = begin_over_gloo();
-    require(!issues(n) && rounds == 1);
+    require(!start_agreement(n) && rounds == 1);
     for (int interval = 0; interval < 3; interval++) {
         for (int i = 0; i < interval * OP_ENTRIES + 2; i++) {
             record(n, i % 2 == 0 ? "a" : "b", 1);
         }
         require(strcmp(agree(n), "") == 0 && rounds == 3 + interval);
-        require(!issues(n));
+        require(!start_agreement(n));
     }
     end(n);
 }
@@ -98,9 +99,9 @@ static void find_other_differences(void) {
         record(n, "a", 1);
     }
     require(strstr(agree(n), "mismatch at or before this collective: rank 0 reduce-sc") != NULL);
-    rounds = 1;
+    rounds = 1; /* reuses the memory of earlier rounds */
     barrier();
-    memset(wire, 0, sizeof *wire);
+    memset(shared_rounds, 0, sizeof *shared_rounds);
     barrier();
     record(n, "a", 1);
     if (me.rank != 2) {
@@ -117,20 +118,21 @@ static void difference_without_a_label_is_described(void **state) {
 }
 
 /* Adds the checksum of a collective of unit `name`. */
-static void add_data(op_checksums *c, const char *name, fct_op_kind kind, uint64_t value) {
+static void add_to_checksums(op_checksums *c, const char *name, fct_op_kind kind, uint64_t value) {
     fct_op_tag tag = {.kind = kind, .label = {.step = 3, .pass = FCT_PASS_FORWARD}};
     (void)snprintf(tag.label.name, sizeof tag.label.name, "%s", name);
     op_checksums_add(c, &tag, value);
 }
 
 static void add_checksum(shm_negotiation *n, const char *name, fct_op_kind kind, uint64_t value) {
-    add_data(shm_negotiation_checksums(n), name, kind, value);
+    add_to_checksums(shm_negotiation_checksums(n), name, kind, value);
 }
 
 /* Equal checksums, and many of them, cost one round. An all-reduce may complete earlier on one
  * rank. */
 static void agree_on_equal_checksums(void) {
     shm_negotiation *n = begin_over_gloo();
+    record(n, "a", 1);
     for (uint64_t interval = 0; interval < 3; interval++) {
         if (me.rank == 0) {
             add_checksum(n, "b", FCT_OP_ALL_REDUCE, 9);
@@ -141,8 +143,8 @@ static void agree_on_equal_checksums(void) {
         if (me.rank != 0) {
             add_checksum(n, "b", FCT_OP_ALL_REDUCE, 9);
         }
-        require(strcmp(agree(n), "") == 0);
-        require(!issues(n));
+        require(strcmp(agree(n), "") == 0 && rounds == 3 + (int)interval);
+        require(!start_agreement(n));
     }
     end(n);
 }
@@ -187,7 +189,7 @@ static void agree_with_unknown_checksums(void) {
         add_checksum(n, "a", FCT_OP_ALL_GATHER, 7);
     }
     op_checksums_drop(shm_negotiation_checksums(n));
-    require(!issues(n));
+    require(!start_agreement(n));
     add_checksum(n, "a", FCT_OP_ALL_GATHER, me.rank == 1 ? 7 : 6); /* rank 1 has dropped one */
     require(strcmp(agree(n), "") == 0);
     add_checksum(n, "a", FCT_OP_ALL_GATHER, me.rank == 1 ? 7 : 6);
@@ -225,8 +227,8 @@ static void checksum_interval_of_a_device_keeps_its_hash_and_checksums(void **st
     op_checksums_end_interval(&c, 1); /* no checksum: no interval */
     assert_null(op_checksums_interval(&c, 0));
     for (uint64_t i = 0; i < 2 * OP_INTERVALS; i++) {
-        add_data(&c, "b", FCT_OP_ALL_REDUCE, 0x20);
-        add_data(&c, "a", FCT_OP_ALL_GATHER, i == 5 ? 0 : i + 1);
+        add_to_checksums(&c, "b", FCT_OP_ALL_REDUCE, 0x20);
+        add_to_checksums(&c, "a", FCT_OP_ALL_GATHER, i == 5 ? 0 : i + 1);
         op_checksums_end_interval(&c, 10 * i);
         op_checksums_end_interval(&c, 10 * i); /* no checksum since then */
         const op_interval *last =
@@ -262,10 +264,10 @@ static void numbers_of_intervals_increase_and_depend_on_collectives(void **state
 static void difference_of_checksum_that_is_not_kept_names_no_unit(void **state) {
     (void)state;
     op_checksums c = {0};
-    add_data(&c, "a", FCT_OP_ALL_GATHER, 1);
+    add_to_checksums(&c, "a", FCT_OP_ALL_GATHER, 1);
     op_checksums_end_interval(&c, 7);
     for (int i = 0; i < OP_CHECKSUMS_KEPT; i++) {
-        add_data(&c, "a", FCT_OP_ALL_GATHER, 1);
+        add_to_checksums(&c, "a", FCT_OP_ALL_GATHER, 1);
     }
     assert_string_equal(describe_interval(&c, 7, 0x21),
                         "different data on ranks 0 and 1 after a collective that is not recorded "
@@ -278,13 +280,13 @@ static void dropped_checksum_is_not_that_of_an_older_interval(void **state) {
     (void)state;
     op_entry entry;
     op_checksums c = {0};
-    add_data(&c, "a", FCT_OP_ALL_GATHER, 1);
+    add_to_checksums(&c, "a", FCT_OP_ALL_GATHER, 1);
     op_checksums_end_interval(&c, 7);
     for (int i = 1; i < OP_CHECKSUMS_KEPT; i++) {
-        add_data(&c, "a", FCT_OP_ALL_GATHER, 1);
+        add_to_checksums(&c, "a", FCT_OP_ALL_GATHER, 1);
     }
     op_checksums_end_interval(&c, 8);
-    add_data(&c, "b", FCT_OP_ALL_GATHER, 2);
+    add_to_checksums(&c, "b", FCT_OP_ALL_GATHER, 2);
     op_checksums_drop(&c);
     assert_int_equal(op_checksums_copy(&c, 7, &entry, 1), 1);
     assert_int_equal(entry.hash, 0);
@@ -296,11 +298,11 @@ static void agree_on_checksums_over_shared_memory(void) {
     require(unsetenv("FSDP_C_TRANSPORT") == 0);
     shm_negotiation *n = begin();
     require(compare(n, 7, true).state == FCT_PLANS_EQUAL && rounds == 2);
-    require(!issues(n));
+    require(!start_agreement(n));
     add_checksum(n, "a", FCT_OP_ALL_GATHER, me.rank == 1 ? 7 : 6);
     require(strstr(agree(n), "different data after the all-gather of 'a'") != NULL);
     add_checksum(n, "a", FCT_OP_ALL_GATHER, 6);
-    require(issues(n));
+    require(start_agreement(n));
     fct_difference difference;
     interruptions = me.rank == 0 ? 1 : 0; /* rank 0 abandons the agreement */
     require(shm_negotiation_await_agreement(n, &group, &difference) == (me.rank == 0 ? -1 : 0));
@@ -339,7 +341,7 @@ static void rank_with_unknown_collectives_is_equal_to_every_rank(void **state) {
 }
 
 /* Rank 0 does not wait for its first gather, so it has not read round 1. */
-static void agree_before_round_1_is_read(void) {
+static void agree_with_round_1_unread_on_rank_0(void) {
     require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
     shm_negotiation *n = begin();
     require(compare(n, 7, me.rank != 0).state ==
@@ -349,9 +351,9 @@ static void agree_before_round_1_is_read(void) {
     end(n);
 }
 
-static void agreement_starts_after_round_1_is_read(void **state) {
+static void agreement_reads_round_1_first(void **state) {
     (void)state;
-    run_negotiation(agree_before_round_1_is_read, 2);
+    run_negotiation(agree_with_round_1_unread_on_rank_0, 2);
 }
 
 static void veto_agreements_on_rank_1(void) {
@@ -362,7 +364,7 @@ static void veto_agreements_on_rank_1(void) {
     shm_negotiation *n = begin();
     require(compare(n, 7, true).state == FCT_PLANS_EQUAL);
     record(n, "a", 1);
-    require(!issues(n) && rounds == 1);
+    require(!start_agreement(n) && rounds == 1);
     end(n);
 }
 
@@ -371,7 +373,7 @@ static void agree_without_a_plan_on_rank_1(void) {
     shm_negotiation *n = begin();
     require(compare(n, me.rank == 1 ? 0 : 7, true).state == FCT_PLANS_EQUAL);
     record(n, "a", 1);
-    require(!issues(n) && rounds == 1);
+    require(!start_agreement(n) && rounds == 1);
     end(n);
 }
 
@@ -401,7 +403,7 @@ static void ranks_start_no_agreement_if_one_of_them_cannot(void **state) {
 static void interrupt_an_agreement(void) {
     shm_negotiation *n = begin_over_gloo();
     record(n, "a", 1);
-    require(issues(n) && !shm_negotiation_agreement_waits(n));
+    require(start_agreement(n) && !shm_negotiation_agreement_waits(n));
     fct_difference difference;
     interruptions = me.rank == 0 ? 1 : 0;
     require(shm_negotiation_await_agreement(n, &group, &difference) == (me.rank == 0 ? -1 : 0));
@@ -415,7 +417,7 @@ static void interrupt_an_agreement(void) {
     end(n);
 }
 
-static void agreement_after_an_interrupted_agreement_compares(void **state) {
+static void agreement_is_not_affected_by_an_interrupted_one(void **state) {
     (void)state;
     run_negotiation(interrupt_an_agreement, 2);
 }
@@ -426,7 +428,7 @@ static void interrupt_an_agreement_with_a_difference(void) {
     shm_negotiation *n = begin_over_gloo();
     fct_difference difference;
     record(n, me.rank == 0 ? "a" : "b", 1);
-    require(issues(n));
+    require(start_agreement(n));
     const char *text = difference.text;
     interruptions = me.rank == 0 ? 1 : 0;
     require(shm_negotiation_await_agreement(n, &group, &difference) == (me.rank == 0 ? -1 : 0));
@@ -459,10 +461,10 @@ int main(void) {
         cmocka_unit_test(first_difference_is_described_on_all_ranks),
         cmocka_unit_test(difference_without_a_label_is_described),
         cmocka_unit_test(rank_with_unknown_collectives_is_equal_to_every_rank),
-        cmocka_unit_test(agreement_starts_after_round_1_is_read),
+        cmocka_unit_test(agreement_reads_round_1_first),
         cmocka_unit_test(ranks_agree_without_a_comparison_of_plans),
         cmocka_unit_test(ranks_start_no_agreement_if_one_of_them_cannot),
-        cmocka_unit_test(agreement_after_an_interrupted_agreement_compares),
+        cmocka_unit_test(agreement_is_not_affected_by_an_interrupted_one),
         cmocka_unit_test(collective_after_an_interrupted_agreement_finishes_it),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -25,7 +25,7 @@ static int at_end(void *owner) {
     return 0;
 }
 
-static void count_nothing(void *owner) {
+static void ignore_owner(void *owner) {
     (void)owner;
 }
 
@@ -35,7 +35,7 @@ static fc_group *core(sim_model *m) {
 
 /* Runs a forward and starts a backward, up to the root's output. */
 static void start_backward(sim_model *m) {
-    const fct_hook hook = {m, at_end, count_nothing, count_nothing};
+    const fct_hook hook = {m, at_end, ignore_owner, ignore_owner};
     assert_int_equal(sim_model_forward(m, true), FC_OK);
     m->tape_length = 0;
     sim_set_in_backward(true);
@@ -104,9 +104,11 @@ static void expect_buckets(sim_scenario scenario, size_t count, const size_t *fi
     end(m);
 }
 
+/* Each parameter has 16 bytes. A bucket is complete when it has at least the limit. */
 static void buckets_are_cut_from_last_parameter_to_first_at_limit(void **state) {
     (void)state;
     sim_scenario s = replicated;
+    s.bucket_bytes = 32;
     expect_buckets(s, 2, (const size_t[]){2, 0});
     s.bucket_bytes = 33;
     expect_buckets(s, 2, (const size_t[]){1, 0});
@@ -343,7 +345,7 @@ static void no_bucket_is_reduced_early_under_a_condition_that_prevents_it(void *
     expect_no_early_reduction(&s, NULL, 2);
 }
 
-static void change_to_one_bucket_removes_the_notifications(void **state) {
+static void change_to_one_bucket_removes_the_subscriptions(void **state) {
     (void)state;
     sim_model *m = begin(&replicated);
     assert_int_equal(sim_count_alive().hooks, 5); /* with the callback for the end of backward */
@@ -355,7 +357,7 @@ static void change_to_one_bucket_removes_the_notifications(void **state) {
     end(m);
 }
 
-static void single_bucket_registers_no_notifications(void **state) {
+static void single_bucket_creates_no_subscriptions(void **state) {
     (void)state;
     sim_scenario s = replicated;
     s.bucket_bytes = 64;
@@ -370,7 +372,7 @@ static void single_bucket_registers_no_notifications(void **state) {
 }
 
 /* A program may warm up on a side stream before it captures a step. */
-static void notifications_are_renewed_when_forward_runs_on_another_stream(void **state) {
+static void subscriptions_are_renewed_when_forward_runs_on_another_stream(void **state) {
     (void)state;
     sim_scenario s = replicated;
     s.device.streams = true;
@@ -463,9 +465,9 @@ int main(void) {
         cmocka_unit_test(second_gradient_after_reduction_is_reduced_alone_and_ends_eager_mode),
         cmocka_unit_test(second_gradient_before_reduction_is_included),
         cmocka_unit_test(no_bucket_is_reduced_early_under_a_condition_that_prevents_it),
-        cmocka_unit_test(change_to_one_bucket_removes_the_notifications),
-        cmocka_unit_test(single_bucket_registers_no_notifications),
-        cmocka_unit_test(notifications_are_renewed_when_forward_runs_on_another_stream),
+        cmocka_unit_test(change_to_one_bucket_removes_the_subscriptions),
+        cmocka_unit_test(single_bucket_creates_no_subscriptions),
+        cmocka_unit_test(subscriptions_are_renewed_when_forward_runs_on_another_stream),
         cmocka_unit_test(partial_gradients_from_other_buckets_are_added),
         cmocka_unit_test(reset_discards_reduction_of_bucket),
     };

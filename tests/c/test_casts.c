@@ -138,7 +138,7 @@ static void vector_loops_match_portable_loops_bit_for_bit(void **state) {
     random_state random = {2};
     for (int64_t count = 0; count <= LONGEST; count += count < 70 ? 1 : 493) {
         for (int k = 0; k < (int)sizeof src; k++) {
-            /* NaN or infinite: a quarter of the halves, an eighth of the bfloat16 and floats. */
+            /* NaN or infinite: a quarter of float16 values, an eighth of bfloat16 and float32. */
             src[k] = (unsigned char)(draw(&random) | (draw(&random) % 4 == 0 ? 0x7f : 0));
         }
         for (int s = 0; s < FCK_LOOP_TYPES; s++) {

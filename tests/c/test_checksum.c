@@ -26,7 +26,7 @@ static void each_flipped_bit_of_memory_changes_its_checksum(void **state) {
     }
 }
 
-/* Two flips of the highest bit, at each distance in words: also at multiples of a vector. */
+/* The second flip has each distance in words, among them multiples of a vector's size. */
 static void two_flips_of_the_highest_bit_change_the_checksum(void **state) {
     (void)state;
     uint64_t words[200] = {0};
@@ -51,7 +51,7 @@ static void words_in_another_order_change_the_checksum(void **state) {
 }
 
 /* A slot of several pieces, whose last piece is not full. */
-static void each_flipped_bit_of_a_long_slot_changes_the_checksum(void **state) {
+static void flipped_bits_of_a_long_slot_change_the_checksum(void **state) {
     (void)state;
     enum { BYTES = 3 * 65536 + 4096 };
     const fck_backend *kernels = fck_backend_of(FCK_DEVICE_CPU);
@@ -89,7 +89,7 @@ int main(void) {
         cmocka_unit_test(each_flipped_bit_of_memory_changes_its_checksum),
         cmocka_unit_test(two_flips_of_the_highest_bit_change_the_checksum),
         cmocka_unit_test(words_in_another_order_change_the_checksum),
-        cmocka_unit_test(each_flipped_bit_of_a_long_slot_changes_the_checksum),
+        cmocka_unit_test(flipped_bits_of_a_long_slot_change_the_checksum),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -234,7 +234,7 @@ static fct_tensor *output_on_all_reduce_stream(fc_comm_ctx *c, fct_event **done)
     return output;
 }
 
-/* Two outputs are kept, or as many as reductions may be in flight. */
+/* The context keeps as many outputs as reductions may be in flight, and at least two. */
 static void last_all_reduced_outputs_are_kept(void **state) {
     (void)state;
     const size_t max_reductions[] = {1, 2, 3, 7};

@@ -50,7 +50,7 @@ static struct {
     int fault_count;
     known_bug bug;
     const char *device;
-    bool has_faults; /* or a bug. The ranks then meet after each step */
+    bool has_faults; /* or a bug; the ranks then meet after each step */
     bool has_wrong_tags;
     size_t recovered, deaths, time_outs, mismatches; /* sums over schedules */
 } test;
@@ -302,7 +302,7 @@ static void choose_faults(bool with_faults) {
 
 /* Returns the number of violated invariants. */
 static size_t run_one(uint64_t seed, known_bug bug, bool with_faults) {
-    int wrong = 0;
+    int wrong_tags = 0; /* faults that change the collectives of a rank */
     running_seed = seed;
     begin_schedule(seed, RANKS_MAX);
     const uint32_t picked = random_below(scenario_count);
@@ -326,7 +326,7 @@ static size_t run_one(uint64_t seed, known_bug bug, bool with_faults) {
         test.fault_count += f.kind != NO_FAULT;
         test.has_faults = test.has_faults || f.kind != NO_FAULT;
         test.has_wrong_tags = test.has_wrong_tags || f.kind >= SWAPS_LAYERS;
-        wrong += f.kind >= SWAPS_LAYERS && set_wrong_tags(f);
+        wrong_tags += f.kind >= SWAPS_LAYERS && set_wrong_tags(f);
     }
     run_schedule();
     bool any_dead = false;
@@ -341,7 +341,7 @@ static size_t run_one(uint64_t seed, known_bug bug, bool with_faults) {
             failures += r->failures;
         }
     }
-    if (wrong == 1 && (test.faults[0].kind == NO_FAULT || test.faults[1].kind == NO_FAULT) &&
+    if (wrong_tags == 1 && (test.faults[0].kind == NO_FAULT || test.faults[1].kind == NO_FAULT) &&
         many.time_outs == 0 && many.mismatches == 0 && !any_dead && bug == NO_BUG) {
         report("no rank finds the wrong tags");
     }

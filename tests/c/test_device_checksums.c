@@ -32,7 +32,7 @@ static void end(void) {
     sim_end();
 }
 
-/* Trains for a step whose checksums are passed by the next one. */
+/* Runs one training step. The next step adds its checksums. */
 static void step(void) {
     assert_int_equal(sim_model_step(model), FC_OK);
     sim_drain();
@@ -126,7 +126,7 @@ static uint64_t gather_with_flip(flip what, uint64_t bit) {
     return list[before].value;
 }
 
-static void each_flipped_bit_of_a_gathered_shard_changes_the_checksum(void **state) {
+static void flipped_bits_of_gathered_shards_change_the_checksum(void **state) {
     (void)state;
     begin();
     const uint64_t right = gather_with_flip(NO_FLIP, 0);
@@ -137,8 +137,8 @@ static void each_flipped_bit_of_a_gathered_shard_changes_the_checksum(void **sta
     end();
 }
 
-/* If a bit flips after the pack, the other ranks may receive it, too. Their checksum is that of the
- * rank shards. */
+/* A bit of this rank's shard may flip after the pack. The other ranks receive the flipped shard, so
+ * their checksum is that of the gathered shards. This rank's checksum must differ from it. */
 static void changed_own_shard_has_another_checksum_than_the_gathered_shards(void **state) {
     (void)state;
     begin();
@@ -173,7 +173,7 @@ static void captured_step_ends_no_interval_and_its_checksums_are_unknown(void **
     end();
 }
 
-/* The sum of an interval that was open before the capture. */
+/* The sum belongs to an interval that was open before the capture. */
 static void addition_during_a_capture_makes_the_sum_unknown(void **state) {
     (void)state;
     begin();
@@ -290,7 +290,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_step_adds_the_device_checksums_of_the_previous_step),
         cmocka_unit_test(host_does_not_wait_for_the_copy_of_a_table),
-        cmocka_unit_test(each_flipped_bit_of_a_gathered_shard_changes_the_checksum),
+        cmocka_unit_test(flipped_bits_of_gathered_shards_change_the_checksum),
         cmocka_unit_test(changed_own_shard_has_another_checksum_than_the_gathered_shards),
         cmocka_unit_test(captured_step_ends_no_interval_and_its_checksums_are_unknown),
         cmocka_unit_test(addition_during_a_capture_makes_the_sum_unknown),

@@ -29,6 +29,8 @@ static void expect_divisions(const division *cases, size_t count) {
     }
 }
 
+/* The cases are initializers of `division`. In them a fc_divide is {before, after, op, premultiply,
+ * all_reduce_op}. */
 #define DIVIDE_AS(...)                                                                             \
     do {                                                                                           \
         const division cases[] = {__VA_ARGS__};                                                    \

@@ -92,7 +92,7 @@ static void alias_keeps_memory_until_its_release(void **state) {
     end();
 }
 
-static void alias_beyond_the_storage_fails_with_its_end(void **state) {
+static void alias_beyond_the_storage_fails_with_the_end_of_the_alias(void **state) {
     const int64_t size[1] = {5};
     const int64_t stride[1] = {1};
     fct_tensor *alias = NULL;
@@ -156,7 +156,7 @@ static void cast_to_the_same_dtype_allocates_nothing(void **state) {
     end();
 }
 
-static void wait_for_an_unrecorded_event_is_not_recorded(void **state) {
+static void wait_for_an_unrecorded_event_is_left_out_of_the_record(void **state) {
     fct_event *e = NULL;
     fct_stream s;
     (void)state;
@@ -228,11 +228,11 @@ int main(void) {
         cmocka_unit_test(host_memory_is_not_part_of_the_peak),
         cmocka_unit_test(memory_of_the_cpu_is_device_memory_without_streams),
         cmocka_unit_test(alias_keeps_memory_until_its_release),
-        cmocka_unit_test(alias_beyond_the_storage_fails_with_its_end),
+        cmocka_unit_test(alias_beyond_the_storage_fails_with_the_end_of_the_alias),
         cmocka_unit_test(freed_storage_has_no_memory_until_its_next_allocation),
         cmocka_unit_test(moved_memory_is_counted_once),
         cmocka_unit_test(cast_to_the_same_dtype_allocates_nothing),
-        cmocka_unit_test(wait_for_an_unrecorded_event_is_not_recorded),
+        cmocka_unit_test(wait_for_an_unrecorded_event_is_left_out_of_the_record),
         cmocka_unit_test(work_is_recorded_with_the_unit_of_its_group),
         cmocka_unit_test(events_have_unit_and_label_of_innermost_range),
         cmocka_unit_test(deferred_reference_is_released_at_the_end_of_the_call),

@@ -188,7 +188,8 @@ static void reduction_without_overlap_ends_in_its_call(void **state) {
     end();
 }
 
-static void storage_becomes_the_memory_of_a_gradient(void **state) {
+/* Call 8 makes the storage of 40 bytes the memory of a gradient. */
+static void memory_of_a_gradient_is_no_activation_any_more(void **state) {
     fixture f = two_units();
     (void)state;
     begin(describe(&f, false));
@@ -330,7 +331,7 @@ int main(void) {
         cmocka_unit_test(reduction_frees_gradient_before_its_output_exists),
         cmocka_unit_test(gather_buffer_is_kept_until_the_next_gather_on_devices_with_streams),
         cmocka_unit_test(reduction_without_overlap_ends_in_its_call),
-        cmocka_unit_test(storage_becomes_the_memory_of_a_gradient),
+        cmocka_unit_test(memory_of_a_gradient_is_no_activation_any_more),
         cmocka_unit_test(second_gradient_in_a_storage_is_added_to_the_first),
         cmocka_unit_test(offloaded_shards_and_gradients_use_no_device_memory),
         cmocka_unit_test(all_objects_are_released_after_any_call),

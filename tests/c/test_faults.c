@@ -3,9 +3,9 @@
  * afterwards. test_recovery.c covers combined failures. */
 #include "sim_break.h"
 
-/* Later steps make the same calls as the first, but reuse plans, memory and events. Without kernels
- * only the packing differs. In later steps, and in all steps without kernels, only every third call
- * fails, unless SWEEP_WHOLE is set. */
+/* Later steps make the same calls as the first, but reuse plans, memory and events. Only every
+ * third of their calls fails. Without kernels only the packing differs, so only every third call of
+ * the first step fails. SWEEP_WHOLE makes every call of these steps fail. */
 static void sweep(const sim_scenario *scenario, const char *device) {
     const bool no_kernels = scenario->device.no_kernels;
     sim_sweep(scenario, device, (sim_breakage){.span = SIM_ONCE, .every_third = no_kernels},

@@ -70,7 +70,7 @@ static fct_tensor *new_unwritten_tensor(fct_dtype dtype, int64_t numel) {
     return sim_tensor_new(dtype, 1, &numel, values);
 }
 
-static void expect_launches(const char *expected) {
+static void expect_calls(const char *expected) {
     assert_string_equal(sim_calls_text(), expected);
     sim_calls_clear();
 }
@@ -87,7 +87,7 @@ static void pack_of_one_dtype_is_one_operation(void **state) {
     build_plan(&f);
     fct_tensor *buffer = new_unwritten_tensor(FCK_FLOAT32, 8);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 16, &f.err), FC_OK);
-    expect_launches("fct_foreach_copy");
+    expect_calls("fct_foreach_copy");
     sim_tensor_expect(buffer, shard, "the gather buffer");
     fct_tensor_release(buffer);
     end(&f);
@@ -104,7 +104,7 @@ static void pack_with_casts_is_one_operation_per_dtype_pair(void **state) {
     build_plan(&f);
     fct_tensor *buffer = new_unwritten_tensor(FCK_BFLOAT16, 6);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 0, &f.err), FC_OK);
-    expect_launches("fct_foreach_copy fct_foreach_copy");
+    expect_calls("fct_foreach_copy fct_foreach_copy");
     sim_tensor_expect(buffer, shard, "the gather buffer");
     fct_tensor_release(buffer);
     end(&f);
@@ -116,7 +116,7 @@ static void pack_into_byte_buffer_copies_shards_without_cast_in_one_operation(vo
     (void)state;
     fixture f;
     fct_tensor *floats = NULL;
-    fct_tensor *halves = NULL;
+    fct_tensor *bfloat16s = NULL;
     fct_tensor *bytes = NULL;
     const int64_t one[1] = {1};
     const int64_t two[1] = {2};
@@ -131,15 +131,15 @@ static void pack_into_byte_buffer_copies_shards_without_cast_in_one_operation(vo
     assert_int_equal(f.plan.slots[2].offset, 10);
     fct_tensor *buffer = new_unwritten_tensor(FCK_UINT8, 14);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, buffer, 0, &f.err), FC_OK);
-    expect_launches("fct_tensor_cast fct_foreach_copy");
+    expect_calls("fct_tensor_cast fct_foreach_copy");
     assert_int_equal(fct_tensor_alias_as(buffer, FCK_FLOAT32, 1, two, one, 0, &floats), 0);
-    assert_int_equal(fct_tensor_alias_as(buffer, FCK_BFLOAT16, 1, one, one, 4, &halves), 0);
+    assert_int_equal(fct_tensor_alias_as(buffer, FCK_BFLOAT16, 1, one, one, 4, &bfloat16s), 0);
     assert_int_equal(fct_tensor_alias_as(buffer, FCK_UINT8, 1, four, one, 10, &bytes), 0);
     sim_tensor_expect(floats, (const double[2]){1, 2}, "the floats");
-    sim_tensor_expect(halves, (const double[1]){10}, "the half");
+    sim_tensor_expect(bfloat16s, (const double[1]){10}, "the bfloat16");
     sim_tensor_expect(bytes, twenty, "the cast float");
     fct_tensor_release(floats);
-    fct_tensor_release(halves);
+    fct_tensor_release(bfloat16s);
     fct_tensor_release(bytes);
     fct_tensor_release(buffer);
     end(&f);
@@ -187,7 +187,7 @@ static void unpack_of_dim_0_shards_is_one_split(void **state) {
     add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     unpack(&f, gathered, 8);
-    expect_launches("fct_split_copy");
+    expect_calls("fct_split_copy");
     sim_tensor_expect(f.params[0].flat, (const double[4]){1, 2, 3, 4}, "the matrix");
     sim_tensor_expect(f.params[1].flat, (const double[4]){10, 11, 12, 13}, "the vector");
     end(&f);
@@ -202,7 +202,7 @@ static void unpack_copies_dim_1_shards_directly_with_one_other_parameter(void **
     add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     unpack(&f, gathered, 12);
-    expect_launches("fct_tensor_copy fct_tensor_copy");
+    expect_calls("fct_tensor_copy fct_tensor_copy");
     sim_tensor_expect(f.params[0].flat, (const double[8]){1, 2, 3, 4, 5, 6, 7, 8}, "the matrix");
     sim_tensor_expect(f.params[1].flat, (const double[4]){10, 11, 12, 13}, "the vector");
     end(&f);
@@ -217,7 +217,7 @@ static void unpack_uses_temporary_for_dim_1_shards_with_several_parameters(void 
     add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     unpack(&f, gathered, 16);
-    expect_launches("fct_tensor_empty fct_split_copy fct_tensor_copy");
+    expect_calls("fct_tensor_empty fct_split_copy fct_tensor_copy");
     sim_tensor_expect(f.params[0].flat, (const double[4]){20, 21, 22, 23}, "one vector");
     sim_tensor_expect(f.params[1].flat, (const double[8]){1, 2, 3, 4, 5, 6, 7, 8}, "the matrix");
     sim_tensor_expect(f.params[2].flat, (const double[4]){10, 11, 12, 13}, "another vector");
@@ -245,7 +245,7 @@ static void unpack_splits_off_alignment_gaps(void **state) {
     sim_calls_clear();
     assert_int_equal(fc_foreach_unpack(&f.foreach, &f.plan, f.list, buffer, 0, sim_device()),
                      FC_OK);
-    expect_launches("fct_tensor_empty fct_split_copy");
+    expect_calls("fct_tensor_empty fct_split_copy");
     sim_tensor_expect(f.params[0].flat, (const double[4]){1, 2, 3, 4}, "the matrix");
     sim_tensor_expect(f.params[1].flat, (const double[2]){10, 11}, "the vector");
     fct_tensor_release(buffer);
@@ -293,7 +293,7 @@ static void gradient_pack_of_one_dtype_is_one_operation_including_cast(void **st
     add_param(&f, 3, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     pack_gradients(&f, floats, FCK_BFLOAT16, packed, 12);
-    expect_launches("fct_chunk_cat");
+    expect_calls("fct_chunk_cat");
     end(&f);
 }
 
@@ -305,7 +305,7 @@ static void gradient_pack_of_only_dim_1_copies_directly(void **state) {
     add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     pack_gradients(&f, floats, FCT_NO_DTYPE, packed, 16);
-    expect_launches("fct_tensor_copy fct_tensor_copy");
+    expect_calls("fct_tensor_copy fct_tensor_copy");
     end(&f);
 }
 
@@ -317,7 +317,7 @@ static void gradient_pack_of_mixed_dims_transposes_dim_1_first(void **state) {
     add_param(&f, 2, 4, 1, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     add_param(&f, 4, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     pack_gradients(&f, floats, FCT_NO_DTYPE, packed, 12);
-    expect_launches("fct_tensor_empty fct_tensor_copy fct_chunk_cat");
+    expect_calls("fct_tensor_empty fct_tensor_copy fct_chunk_cat");
     end(&f);
 }
 
@@ -331,7 +331,7 @@ static void gradient_pack_of_several_dtypes_casts_per_dtype(void **state) {
         add_param(&f, 2, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     }
     pack_gradients(&f, dtypes, FCK_FLOAT32, packed, 8);
-    expect_launches("fct_tensor_empty fct_foreach_copy fct_foreach_copy fct_chunk_cat");
+    expect_calls("fct_tensor_empty fct_foreach_copy fct_foreach_copy fct_chunk_cat");
     end(&f);
 }
 
@@ -345,7 +345,7 @@ static void gradient_pack_fills_gaps_with_zeros(void **state) {
     add_param(&f, 2, 2, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     add_param(&f, 3, 1, 0, FCK_FLOAT32, FCT_NO_DTYPE, 0);
     pack_gradients(&f, floats, FCT_NO_DTYPE, packed, 16);
-    expect_launches("fct_tensor_empty fct_tensor_zeros_like fct_chunk_cat");
+    expect_calls("fct_tensor_empty fct_tensor_zeros_like fct_chunk_cat");
     end(&f);
 }
 

@@ -10,8 +10,8 @@ static sim_model *model;
 static sim_group *group;
 static fc_gather *gather;
 
-/* Rank `world - 1`, with a matrix of 5 rows, sharded unevenly, and a vector with compute dtype
- * bfloat16. */
+/* Rank `world - 1`, with a matrix of 5 rows, sharded unevenly, and a vector. With `mixed` the
+ * vector has the compute dtype bfloat16. */
 static void begin_on(sim_config device, int64_t world, bool mixed) {
     sim_scenario s = {.world = world, .rank = world - 1, .layers = 1, .shape_count = 2};
     s.shapes[0] = (sim_shape){.ndim = 2, .sizes = {5, 3}};

@@ -28,15 +28,17 @@ static void end(void) {
     sim_end();
 }
 
-static uint64_t last_checksum(size_t expected_count) {
+/* Expects `count` checksums. Returns the last one. */
+static uint64_t expect_checksums(size_t count) {
     const sim_checksum *list;
-    assert_int_equal(sim_checksums(&list), expected_count);
-    assert_int_equal(list[expected_count - 1].kind, FCT_OP_ALL_GATHER);
-    assert_true(list[expected_count - 1].value != 0);
-    return list[expected_count - 1].value;
+    assert_int_equal(sim_checksums(&list), count);
+    assert_int_equal(list[count - 1].kind, FCT_OP_ALL_GATHER);
+    assert_true(list[count - 1].value != 0);
+    return list[count - 1].value;
 }
 
-/* Gathers, and flips a bit of the gathered shards unless it is negative. Returns the checksum. */
+/* Gathers, and flips a bit of the gathered shards unless `bit` is negative. Returns the checksum,
+ * which is number `number` of this test. */
 static uint64_t gather_with_flip(size_t number, int64_t bit) {
     assert_int_equal(fc_gather_start(gather, false, false, FC_STREAM_DIRECT), FC_OK);
     assert_int_equal(fc_gather_await(gather), FC_OK);
@@ -46,10 +48,10 @@ static uint64_t gather_with_flip(size_t number, int64_t bit) {
     assert_int_equal(fc_gather_copy_out(gather), FC_OK);
     fc_gather_complete(gather, NULL);
     fc_gather_free(gather);
-    return last_checksum(number);
+    return expect_checksums(number);
 }
 
-static void each_flipped_bit_of_a_gathered_shard_changes_the_checksum(void **state) {
+static void flipped_bits_of_gathered_shards_change_the_checksum(void **state) {
     (void)state;
     for (int mixed = 0; mixed < 2; mixed++) {
         begin(mixed != 0);
@@ -71,7 +73,7 @@ static void checksum_differs_if_the_own_shard_has_changed_since_the_pack(void **
     gather->pending.checksum.packed.own++;
     assert_int_equal(fc_gather_await(gather), FC_OK);
     assert_int_equal(fc_gather_copy_out(gather), FC_OK);
-    assert_true(last_checksum(2) != right);
+    assert_true(expect_checksums(2) != right);
     fc_gather_complete(gather, NULL);
     fc_gather_free(gather);
     end();
@@ -96,7 +98,7 @@ static void checksum_does_not_depend_on_chunks(void **state) {
         assert_int_equal(gather->pending.split, split == 1);
         assert_int_equal(fc_gather_await(gather), FC_OK);
         assert_int_equal(fc_gather_copy_out(gather), FC_OK);
-        values[split] = last_checksum(1);
+        values[split] = expect_checksums(1);
         fc_gather_complete(gather, NULL);
         fc_gather_free(gather);
         end();
@@ -117,7 +119,7 @@ static void repeated_copy_out_adds_one_checksum(void **state) {
         sim_fault_arm(0, SIM_ONCE);
         assert_true(first == FC_OK || fc_gather_copy_out(gather) == FC_OK);
         fc_gather_complete(gather, NULL);
-        (void)last_checksum(1);
+        (void)expect_checksums(1);
         end();
     }
     assert_true(call > 4); /* several calls have failed */
@@ -163,7 +165,7 @@ static void without_the_setting_no_checksum_is_added(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(each_flipped_bit_of_a_gathered_shard_changes_the_checksum),
+        cmocka_unit_test(flipped_bits_of_gathered_shards_change_the_checksum),
         cmocka_unit_test(checksum_differs_if_the_own_shard_has_changed_since_the_pack),
         cmocka_unit_test(checksum_does_not_depend_on_chunks),
         cmocka_unit_test(repeated_copy_out_adds_one_checksum),

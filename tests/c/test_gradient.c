@@ -10,10 +10,11 @@
 
 static sim_model *model;
 static fc_group_base *base;
-static sim_param *params; /* of layers[1], the first after the root; the last one is the test's */
+static sim_param *params; /* of layers[1], the first after the root */
 static fc_reduce_plan plan;
 
-/* Unshards the group, as before a post-backward. No parameter has a gradient. */
+/* The group has two parameters of FLOATS and one of the shape `third`. Unshards it, as before a
+ * post-backward. No parameter has a gradient. */
 static void begin(sim_shape third, fct_dtype reduce_dtype) {
     sim_scenario s = {.world = 2, .layers = 1, .shape_count = 3, .reduce_dtype = reduce_dtype};
     s.shapes[0] = s.shapes[1] = (sim_shape)FLOATS;

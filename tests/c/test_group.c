@@ -362,7 +362,7 @@ static void freezing_unsharded_parameter_freezes_sharded_parameter(void **state)
     end(&f);
 }
 
-static void freezing_sharded_parameter_while_unsharded_persists(void **state) {
+static void freezing_sharded_parameter_while_unsharded_freezes_both(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_param *p = &f.group->params[0];
@@ -385,9 +385,9 @@ static void to_unsharded_registers_memory_filled_by_caller(void **state) {
     expect_state(&f, FC_UNSHARDED, false);
     expect_values(&f, 0.0);
     assert_int_equal(fc_group_unshard(f.core, f.core->training_state, false), FC_OK);
-    assert_int_equal(count_gathers(), 0); /* the data is current */
-    assert_int_equal(fc_group_to_sharded_post_forward(f.core), FC_ESTATE);
-    expect_state(&f, FC_UNSHARDED, false); /* there is no smaller group */
+    assert_int_equal(count_gathers(), 0);                                  /* the data is current */
+    assert_int_equal(fc_group_to_sharded_post_forward(f.core), FC_ESTATE); /* no smaller group */
+    expect_state(&f, FC_UNSHARDED, false);
     end(&f);
 }
 
@@ -584,7 +584,7 @@ int main(void) {
         cmocka_unit_test(shard_version_differs_for_equal_sums_of_address_and_writes),
         cmocka_unit_test(unshard_in_backward_keeps_parameters_of_forward),
         cmocka_unit_test(freezing_unsharded_parameter_freezes_sharded_parameter),
-        cmocka_unit_test(freezing_sharded_parameter_while_unsharded_persists),
+        cmocka_unit_test(freezing_sharded_parameter_while_unsharded_freezes_both),
         cmocka_unit_test(to_unsharded_registers_memory_filled_by_caller),
         cmocka_unit_test(unshard_in_backward_disabled_starts_no_gather),
         cmocka_unit_test(unshard_of_shard_on_other_device_fails),

@@ -83,8 +83,8 @@ static void pack_writes_every_segment_and_nothing_else(void **state) {
 }
 
 /* Moves `bytes` bytes between addresses that exceed multiples of 16 by `from` and `to`. The source
- * is an allocation of its own. ASan reports reads behind its last byte, and reads before its first
- * byte rounded down to a multiple of 8. */
+ * is an allocation of its own. ASan reports reads behind its last byte, and reads more than 7 bytes
+ * before its first. */
 static void check_move(random_state *random, int64_t from, int64_t to, int64_t bytes) {
     unsigned char *memory = new_elements(random, FCK_UINT8, from + bytes);
     const int64_t arena_bytes = GUARD + to + bytes + GUARD;
@@ -386,14 +386,15 @@ static void short_lines_share_one_tile(void **state) {
     assert_int_equal(fck_tile_count(fck_cut_of(FCK_TILE_BYTES + 1, FCK_TILE_BYTES, 256), 3), 6);
 }
 
-static void every_thread_has_a_line_and_every_line_has_threads(void **state) {
+static void tile_has_teams_for_all_its_lines_and_less_than_half_are_idle(void **state) {
     (void)state;
     for (int64_t items = 1; items < 20000; items++) {
         const fck_cut cut = fck_cut_of(items, FCK_TILE_BYTES, 256);
-        const int each = 1 << cut.team_bits;
-        assert_true(each <= 256);
-        assert_true(each == 1 || 256 / each >= cut.lines_per_tile);      /* all lines at once ... */
-        assert_true(each == 256 || 256 / each < 2 * cut.lines_per_tile); /* ... few are idle */
+        const int threads = 1 << cut.team_bits; /* of a team, which moves one line at a time */
+        const int teams = 256 / threads;
+        assert_true(threads <= 256);
+        assert_true(threads == 1 || teams >= cut.lines_per_tile);
+        assert_true(teams == 1 || teams < 2 * cut.lines_per_tile);
     }
 }
 
@@ -424,7 +425,7 @@ int main(void) {
         cmocka_unit_test(pack_gradients_writes_zeros_for_missing_gradient),
         cmocka_unit_test(tiles_cover_every_item_of_every_line_exactly_once),
         cmocka_unit_test(short_lines_share_one_tile),
-        cmocka_unit_test(every_thread_has_a_line_and_every_line_has_threads),
+        cmocka_unit_test(tile_has_teams_for_all_its_lines_and_less_than_half_are_idle),
         cmocka_unit_test(tile_index_maps_to_owning_job),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

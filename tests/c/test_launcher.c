@@ -72,7 +72,8 @@ static void failed_query_of_a_capture_counts_as_a_capture(void **state) {
 /* ---- launches of many tensors ---- */
 
 enum { MANY = 700, LARGE = 629, SMALL = 78 }; /* jobs of a list, of a large and a small batch */
-enum { SMALL_LAUNCHES = (LARGE + SMALL - 1) / SMALL + 1 }; /* of MANY jobs without large batches */
+/* Launches of MANY jobs without large batches: LARGE jobs in small batches, and the rest. */
+enum { SMALL_LAUNCHES = (LARGE + SMALL - 1) / SMALL + 1 };
 
 static unsigned char many_bytes[MANY * 40];
 

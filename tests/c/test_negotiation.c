@@ -16,10 +16,10 @@ static void accept_after_the_same_gathers(void) {
     require(shm_negotiation_active_transport(n) == NULL);
     require(count_fallback_gathers(n) == 2 * me.world && rounds == 2 && attached == 1);
     shm_transport *transport = shm_negotiation_active_transport(n);
-    require(transport != NULL && is_accepted(n, FCT_USE_REDUCE) && rounds == 2);
+    require(transport != NULL && negotiate(n, FCT_USE_REDUCE) && rounds == 2);
     barrier(); /* a peer may map this rank's ring */
     shm_negotiation_close(n);
-    require(shm_negotiation_active_transport(n) == NULL && !is_accepted(n, FCT_USE_GATHER));
+    require(shm_negotiation_active_transport(n) == NULL && !negotiate(n, FCT_USE_GATHER));
     float value = 0;
     shm_request request = {.kind = FCT_OP_ALL_REDUCE,
                            .dtype = FCK_FLOAT32,
@@ -49,7 +49,7 @@ static void all_ranks_accept_after_the_same_number_of_gathers(void **state) {
 
 static void query_both_rounds(void) {
     shm_negotiation *n = begin();
-    require(is_accepted(n, FCT_USE_QUERY) && rounds == 2);
+    require(negotiate(n, FCT_USE_QUERY) && rounds == 2);
     barrier();
     end(n);
 }
@@ -62,12 +62,12 @@ static void negotiation_query_waits_for_both_rounds(void **state) {
 /* A reduce-scatter may wait for round 1, and not for round 2. */
 static void reduce_between_the_rounds(void) {
     shm_negotiation *n = begin();
-    require(!is_accepted(n, FCT_USE_GATHER) && rounds == 1);
+    require(!negotiate(n, FCT_USE_GATHER) && rounds == 1);
     shm_negotiation_count_gather(n);
-    require(!is_accepted(n, FCT_USE_REDUCE) && rounds == 2);
-    require(!is_accepted(n, FCT_USE_GATHER) && rounds == 2);
+    require(!negotiate(n, FCT_USE_REDUCE) && rounds == 2);
+    require(!negotiate(n, FCT_USE_GATHER) && rounds == 2);
     shm_negotiation_count_gather(n);
-    require(is_accepted(n, FCT_USE_GATHER));
+    require(negotiate(n, FCT_USE_GATHER));
     barrier();
     end(n);
 }
@@ -88,12 +88,12 @@ static void paused_gathers_are_not_counted(void **state) {
     shm_negotiation_set_paused(n, false);
     group = (struct fct_pg){0, 2, true};
     bool accepted = true;
-    wire = (exchanged *)calloc(1, sizeof *wire);
+    shared_rounds = (exchanged *)calloc(1, sizeof *shared_rounds);
     rounds = 0;
     assert_int_equal(shm_negotiation_run(n, &group, FCT_USE_GATHER, attach, &accepted), 0);
-    assert_false(accepted); /* it would block if the gathers were counted */
+    assert_false(accepted); /* after counted gathers the call would wait for rank 1 */
     shm_negotiation_release(n);
-    free(wire);
+    free(shared_rounds);
 }
 
 /* ---- plans ---- */
@@ -138,7 +138,7 @@ static void compare_without_a_wait(void) {
     shm_negotiation *n = begin();
     const fct_plan_result first = compare(n, 7, me.rank != 0);
     require(first.state == (me.rank == 0 ? FCT_PLANS_UNKNOWN : FCT_PLANS_EQUAL) && rounds == 1);
-    require(!is_accepted(n, FCT_USE_GATHER));
+    require(!negotiate(n, FCT_USE_GATHER));
     shm_negotiation_count_gather(n);
     require(compare(n, 7, true).state == FCT_PLANS_EQUAL);
     require(count_fallback_gathers(n) == 1 && rounds == 2);
@@ -217,7 +217,7 @@ static void later_plan_is_compared_once_over_gloo(void **state) {
 
 static shm_negotiation *shared;
 
-/* Another thread, during the issue of the exchange of plan 8. */
+/* Compares plan 9 as another thread may, during the issue of the exchange of plan 8. */
 static void compare_plan_9(void) {
     if (rounds == 3) {
         during_start = NULL;
@@ -290,7 +290,7 @@ static void interrupt_each_wait(void) {
     interruptions = 1;
     require(shm_negotiation_run(n, &group, FCT_USE_QUERY, attach, &accepted) == -1 && rounds == 1);
     interruptions = 0;
-    require(is_accepted(n, FCT_USE_QUERY) && rounds == 2);
+    require(negotiate(n, FCT_USE_QUERY) && rounds == 2);
     barrier();
     end(n);
 }
@@ -305,7 +305,7 @@ static void fail_to_issue_round_1(void) {
     bool accepted = false;
     failing_starts = 1;
     require(shm_negotiation_run(n, &group, FCT_USE_GATHER, attach, &accepted) == -1 && rounds == 0);
-    require(is_accepted(n, FCT_USE_QUERY) && rounds == 2 && attached == 1);
+    require(negotiate(n, FCT_USE_QUERY) && rounds == 2 && attached == 1);
     barrier();
     end(n);
 }
@@ -317,9 +317,9 @@ static void negotiation_round_is_issued_again_after_failed_issue(void **state) {
 
 static void close_while_connecting(void) {
     shm_negotiation *n = begin();
-    require(!is_accepted(n, FCT_USE_GATHER));
+    require(!negotiate(n, FCT_USE_GATHER));
     shm_negotiation_count_gather(n);
-    require(!is_accepted(n, FCT_USE_REDUCE) && rounds == 2);
+    require(!negotiate(n, FCT_USE_REDUCE) && rounds == 2);
     barrier(); /* all ranks have mapped the rings */
     shm_negotiation_close(n);
     require(count_fallback_gathers(n) == -1);

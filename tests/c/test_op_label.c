@@ -89,7 +89,7 @@ static void label_text_names_a_unit_without_root(void **state) {
                 "rank 3 gathers a unit before the first forward of its root (step 0, forward)");
 }
 
-static void label_text_of_unknown_pass_is_outside_of_a_pass(void **state) {
+static void label_text_of_unknown_pass_contains_outside_of_a_pass(void **state) {
     (void)state;
     const fct_op_label a = REDUCTION;
     fct_op_label b = REDUCTION;
@@ -115,7 +115,7 @@ int main(void) {
         cmocka_unit_test(label_text_names_other_contents),
         cmocka_unit_test(label_text_names_another_model),
         cmocka_unit_test(label_text_names_a_unit_without_root),
-        cmocka_unit_test(label_text_of_unknown_pass_is_outside_of_a_pass),
+        cmocka_unit_test(label_text_of_unknown_pass_contains_outside_of_a_pass),
         cmocka_unit_test(label_text_ends_a_name_that_is_not_terminated),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -99,7 +99,7 @@ static void flat_aliases_shard_on_one_rank(void **state) {
     end(&p);
 }
 
-static void drop_grad_clears_every_partial_gradient(void **state) {
+static void drop_grad_clears_unsharded_accumulated_and_partial_gradient(void **state) {
     (void)state;
     fc_param p = begin(2, 0);
     fct_tensor *gradient = sim_tensor_new(FCK_FLOAT32, 2, five_by_two, (const double[10]){0});
@@ -152,7 +152,7 @@ int main(void) {
         cmocka_unit_test(invalid_shard_is_refused_with_parameter_name),
         cmocka_unit_test(flat_tensor_is_kept_when_its_memory_is_freed),
         cmocka_unit_test(flat_aliases_shard_on_one_rank),
-        cmocka_unit_test(drop_grad_clears_every_partial_gradient),
+        cmocka_unit_test(drop_grad_clears_unsharded_accumulated_and_partial_gradient),
         cmocka_unit_test(gradient_of_replaced_leaf_is_kept_as_partial_gradient),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -257,8 +257,7 @@ static void split_gather_plan_gives_large_parameters_own_chunks(void **state) {
     assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, CPU, &err), FC_OK);
     assert_false(fc_chunk_list_can_split(&plan.chunks));
     b.param_dtype = FCT_NO_DTYPE;
-    const fct_device cuda = {.type = FCT_DEVICE_CUDA};
-    assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, cuda, &err), FC_OK);
+    assert_int_equal(fc_gather_plan_build(&plan, params, 4, 2, false, CUDA, &err), FC_OK);
     assert_false(fc_chunk_list_can_split(&plan.chunks));
     fc_set_min_owned_chunk_bytes(SIM_NEVER_SPLIT);
     fc_gather_plan_fini(&plan);
@@ -299,6 +298,9 @@ static void collect(fc_reduce_plan *plan, fc_param *p, fct_tensor *grad) {
     plan->grads[plan->count++] = grad;
 }
 
+static const int64_t matrix_sizes[2] = {5, 3};
+static const int64_t vector_sizes[1] = {3};
+
 typedef struct reduction {
     fc_param matrix; /* 5 x 3, sharded on dim 0 */
     fc_param vector; /* 3 elements */
@@ -308,10 +310,9 @@ typedef struct reduction {
 } reduction;
 
 static reduction begin(void) {
-    const int64_t sizes[2] = {5, 3};
     reduction r = {.err = {""}};
     sim_begin((sim_config){.seed = 1});
-    r.matrix = param_of("matrix", 2, sizes, 0, FCK_FLOAT32, FCT_NO_DTYPE);
+    r.matrix = param_of("matrix", 2, matrix_sizes, 0, FCK_FLOAT32, FCT_NO_DTYPE);
     r.vector = vector("vector", 3, FCK_FLOAT32, FCT_NO_DTYPE);
     assert_int_equal(fc_reduce_plan_reserve(&r.plan, 2), FC_OK);
     return r;
@@ -323,9 +324,6 @@ static void end(reduction *r) {
     fc_param_fini(&r->vector);
     sim_end();
 }
-
-static const int64_t matrix_sizes[2] = {5, 3};
-static const int64_t vector_sizes[1] = {3};
 
 static void reduce_plan_distributes_gradients_to_rank_shards(void **state) {
     (void)state;
@@ -345,14 +343,13 @@ static void reduce_plan_distributes_gradients_to_rank_shards(void **state) {
 /* A kernel of the device uses 16-byte accesses for every gradient, whatever precedes it. */
 static void reduce_plan_on_cuda_starts_slots_and_rank_shards_at_16_bytes(void **state) {
     (void)state;
-    const fct_device cuda = {.type = FCT_DEVICE_CUDA, .index = 0};
     const fct_dtype reduce_dtypes[2] = {FCK_FLOAT32, FCK_BFLOAT16};
     for (int i = 0; i < 2; i++) {
         reduction r = begin();
         collect(&r.plan, &r.matrix, gradient_of(2, matrix_sizes, FCK_FLOAT32));
         collect(&r.plan, &r.vector, gradient_of(1, vector_sizes, FCK_FLOAT32));
-        sim_tensor_relocate(r.plan.grads[0], cuda);
-        sim_tensor_relocate(r.plan.grads[1], cuda);
+        sim_tensor_relocate(r.plan.grads[0], CUDA);
+        sim_tensor_relocate(r.plan.grads[1], CUDA);
         assert_int_equal(
             fc_reduce_plan_lay_out(&r.plan, reduce_dtypes[i], &r.needs_fallback, &r.err), FC_OK);
         assert_int_equal(r.plan.align, i == 0 ? 4 : 8);
@@ -493,7 +490,7 @@ static void gradients_without_common_dtype_require_reduce_dtype(void **state) {
     end(&r);
 }
 
-static void reduce_plan_of_nonzero_dim_has_several_blocks(void **state) {
+static void reduce_plan_row_has_space_for_shard_of_nonzero_dim(void **state) {
     (void)state;
     reduction r = begin();
     const int64_t sizes[2] = {3, 4};
@@ -586,7 +583,7 @@ int main(void) {
         cmocka_unit_test(invalid_shard_is_refused_with_name_and_reason),
         cmocka_unit_test(real_reduce_dtype_applies_to_parts_of_complex_gradients),
         cmocka_unit_test(gradients_without_common_dtype_require_reduce_dtype),
-        cmocka_unit_test(reduce_plan_of_nonzero_dim_has_several_blocks),
+        cmocka_unit_test(reduce_plan_row_has_space_for_shard_of_nonzero_dim),
         cmocka_unit_test(non_contiguous_gradient_is_copied),
         cmocka_unit_test(gradient_of_wrong_size_is_refused_with_name),
         cmocka_unit_test(gradient_with_freed_memory_is_refused),

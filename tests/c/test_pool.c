@@ -50,7 +50,7 @@ static void block_is_reused_only_for_similar_size(void **state) {
     fck_pool_give(half);
 }
 
-/* An eighth of 160 MiB is 20 MiB. */
+/* The slack is an eighth of the peak use: 20 of 160 MiB. */
 static void idle_memory_is_limited_to_slack_above_peak_use(void **state) {
     (void)state;
     fck_block *a = fck_pool_take(40 * MIB);
@@ -59,7 +59,7 @@ static void idle_memory_is_limited_to_slack_above_peak_use(void **state) {
     fck_pool_give(b);
     assert_int_equal(fck_pool_stats().peak_bytes, 160 * MIB);
     assert_int_equal(fck_pool_stats().cached_bytes, 160 * MIB);
-    /* Above that slack the older of the two idle blocks is freed, although neither fits. */
+    /* Neither idle block fits these requests. Above 180 MiB in all, the older one is freed. */
     fck_block *e = fck_pool_take(20 * MIB);
     assert_int_equal(fck_pool_stats().cached_bytes, 160 * MIB);
     fck_block *c = fck_pool_take(20 * MIB);

@@ -226,6 +226,18 @@ static void gradients_of_one_rank_are_added_to_its_partial_output(void **state) 
     end(&f);
 }
 
+static void reduction_clears_grad_of_unsharded_parameter(void **state) {
+    (void)state;
+    fixture f = begin(two_ranks);
+    core(&f)->settings.reshard_after_backward = false;
+    compute_gradients(&f, 2.0);
+    post_backward(&f);
+    assert_int_equal(core(&f)->sharded_state, FC_UNSHARDED);
+    assert_false(fct_grad_has(f.group->params[0].core.unsharded));
+    finish(&f);
+    end(&f);
+}
+
 /* ---- missing gradients ---- */
 
 static void parameter_without_gradient_gets_none(void **state) {
@@ -259,6 +271,21 @@ static void reduce_unused_reduces_zeros_for_missing_gradient(void **state) {
     end(&f);
 }
 
+static void group_without_gradients_issues_no_collective(void **state) {
+    (void)state;
+    sim_scenario scenario = two_ranks;
+    scenario.shapes[0].unused = true;
+    fixture f = begin(scenario);
+    compute_gradients(&f, 2.0);
+    sim_log_clear();
+    post_backward(&f);
+    assert_null(strstr(sim_log_text(), "scatter"));
+    assert_int_equal(f.model->comm.reductions, 0);
+    end(&f);
+}
+
+/* ---- in flight ---- */
+
 static void expect_in_flight_after_reduction(bool streams, bool is_cpu_bound, fc_overlap overlap,
                                              size_t in_flight) {
     sim_scenario scenario = two_ranks;
@@ -288,33 +315,6 @@ static void non_overlapping_reduction_completes_before_backward_continues(void *
         }
     }
 }
-
-static void group_without_gradients_issues_no_collective(void **state) {
-    (void)state;
-    sim_scenario scenario = two_ranks;
-    scenario.shapes[0].unused = true;
-    fixture f = begin(scenario);
-    compute_gradients(&f, 2.0);
-    sim_log_clear();
-    post_backward(&f);
-    assert_null(strstr(sim_log_text(), "scatter"));
-    assert_int_equal(f.model->comm.reductions, 0);
-    end(&f);
-}
-
-static void reduction_clears_grad_of_unsharded_parameter(void **state) {
-    (void)state;
-    fixture f = begin(two_ranks);
-    core(&f)->settings.reshard_after_backward = false;
-    compute_gradients(&f, 2.0);
-    post_backward(&f);
-    assert_int_equal(core(&f)->sharded_state, FC_UNSHARDED);
-    assert_false(fct_grad_has(f.group->params[0].core.unsharded));
-    finish(&f);
-    end(&f);
-}
-
-/* ---- in flight ---- */
 
 static void cpu_reduction_runs_while_backward_continues(void **state) {
     (void)state;
@@ -440,7 +440,7 @@ static void stream_reduction_is_queued_completely_and_keeps_only_input(void **st
 typedef enum input_release { RECYCLED, SETTLED_AND_RECYCLED, DISCARDED } input_release;
 
 /* Reduces on one stream and releases the input while another stream is current. The only rank casts
- * the input: the simulated backend would hold the input of a collective. */
+ * its input. A collective of several ranks would hold the input in the simulation. */
 static void release_input_on_other_stream(input_release release) {
     sim_scenario scenario = two_ranks;
     fct_stream other;
@@ -539,10 +539,10 @@ static void output_is_kept_until_all_reduce_hook_stream_has_used_it(void **state
 
 /* ---- offload ---- */
 
-static int takes_left;
+static int sets_left;
 
-static int take_until_failure(void *param, fct_tensor *local) {
-    return takes_left-- > 0 ? sim_callbacks.set_sharded_grad(param, local) : -1;
+static int set_sharded_grad_until_failure(void *param, fct_tensor *local) {
+    return sets_left-- > 0 ? sim_callbacks.set_sharded_grad(param, local) : -1;
 }
 
 /* The second parameter's gradient fails after the copy of the first one was queued. */
@@ -554,9 +554,9 @@ static void offload_copies_before_failure_are_waited_for_after_reset(void **stat
     scenario.shapes[scenario.shape_count++] = (sim_shape)FLOATS;
     fixture f = begin(scenario);
     fc_callbacks callbacks = sim_callbacks;
-    callbacks.set_sharded_grad = take_until_failure;
+    callbacks.set_sharded_grad = set_sharded_grad_until_failure;
     core(&f)->base.callbacks = &callbacks;
-    takes_left = 1;
+    sets_left = 1;
     assert_int_equal(fc_comm_init_streams(&f.model->comm), FC_OK);
     compute_gradients(&f, 2.0);
     assert_int_equal(fc_group_post_backward(core(&f)), FC_ERAISED);
@@ -580,11 +580,11 @@ int main(void) {
         cmocka_unit_test(partial_gradient_is_reduced_without_new_gradient),
         cmocka_unit_test(reduce_scatter_without_all_reduce_keeps_output_in_parameter),
         cmocka_unit_test(gradients_of_one_rank_are_added_to_its_partial_output),
+        cmocka_unit_test(reduction_clears_grad_of_unsharded_parameter),
         cmocka_unit_test(parameter_without_gradient_gets_none),
         cmocka_unit_test(reduce_unused_reduces_zeros_for_missing_gradient),
-        cmocka_unit_test(non_overlapping_reduction_completes_before_backward_continues),
         cmocka_unit_test(group_without_gradients_issues_no_collective),
-        cmocka_unit_test(reduction_clears_grad_of_unsharded_parameter),
+        cmocka_unit_test(non_overlapping_reduction_completes_before_backward_continues),
         cmocka_unit_test(cpu_reduction_runs_while_backward_continues),
         cmocka_unit_test(reduction_poll_does_not_wait),
         cmocka_unit_test(next_reduction_finishes_reductions_above_limit),

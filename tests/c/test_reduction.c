@@ -35,8 +35,8 @@ static fct_tensor *vector_of(int64_t numel, double value) {
 /* Starts a reduce-scatter of both parameters' gradients. This rank's part of the sum is 3 *
  * value. */
 static fc_reduction *start_reduction(size_t layer, double value) {
-    fc_group_base *m = &group(layer)->core.base;
-    fc_reduction *r = fc_reduction_new(m, 2);
+    fc_group_base *base = &group(layer)->core.base;
+    fc_reduction *r = fc_reduction_new(base, 2);
     assert_non_null(r);
     r->params[0] = &group(layer)->params[0].core;
     r->params[1] = &group(layer)->params[1].core;
@@ -45,7 +45,7 @@ static fc_reduction *start_reduction(size_t layer, double value) {
     r->input = vector_of(6, value);
     assert_int_equal(fc_reduction_output_numel(r), 3);
     r->output = vector_of(3, 0.0);
-    assert_int_equal(fc_process_group_reduce_scatter(&m->shard, m->name, r->output, r->input,
+    assert_int_equal(fc_process_group_reduce_scatter(&base->shard, base->name, r->output, r->input,
                                                      FCT_SUM, 1.0, true, &r->work),
                      FC_OK);
     fc_reduction_append(r);

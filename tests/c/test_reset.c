@@ -1,4 +1,5 @@
-/* Resets, and changes of a group's communication context, while a reduction is pending. */
+/* Resets, and changes of a group's communication context, while a reduction is pending or has
+ * failed. */
 #include "core/reduction.h"
 
 #include <stdlib.h>
@@ -161,6 +162,36 @@ static void reset_keeps_memory_shared_with_numpy_array(void **state) {
     }
 }
 
+/* A prefetched all-gather may start before the answers of the other ranks are read. The first
+ * all-reduce waits for them. */
+static void first_all_reduce_with_different_plans_fails_and_reset_drops_it(void **state) {
+    (void)state;
+    for (int streams = 0; streams < 2; streams++) {
+        sim_scenario scenario = two_ranks;
+        scenario.device.streams = streams != 0;
+        scenario.world = 1;
+        scenario.replicas = 2;
+        fixture f = begin(scenario);
+        fc_process_group_set_plan(&core(&f)->base.replicate, 7, 0);
+        sim_set_plans_differ(true);
+        compute_gradient(&f);
+        sim_calls_clear();
+        assert_int_equal(fc_group_post_backward(core(&f)), FC_ESTATE);
+        assert_string_equal(f.model->comm.error.message,
+                            "the model of rank 1 differs from that of rank 0");
+        assert_null(strstr(sim_calls_text(), "fct_all_reduce"));
+        assert_int_equal(fc_state_reset(&f.model->layers[0].core), FC_OK);
+        assert_int_equal(f.model->comm.reductions, 0);
+        sim_set_plans_differ(false);
+        sim_model_zero_grad(f.model);
+        compute_gradient(&f);
+        assert_int_equal(fc_group_post_backward(core(&f)), FC_OK);
+        assert_non_null(strstr(sim_calls_text(), "fct_all_reduce"));
+        finish_and_check_gradient(&f);
+        end(&f);
+    }
+}
+
 /* An iteration is lost if autograd destroyed its end-of-backward callback without a call. */
 static void iteration_is_lost_only_after_discarded_backward(void **state) {
     (void)state;
@@ -189,6 +220,7 @@ int main(void) {
         cmocka_unit_test(reset_keeps_pending_work_of_other_root),
         cmocka_unit_test(reset_keeps_memory_shared_with_numpy_array),
         cmocka_unit_test(set_comm_fails_while_group_is_reduced),
+        cmocka_unit_test(first_all_reduce_with_different_plans_fails_and_reset_drops_it),
         cmocka_unit_test(iteration_is_lost_only_after_discarded_backward),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

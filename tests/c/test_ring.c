@@ -125,25 +125,28 @@ static void ring_sum_supports_only_floating_dtypes(void **state) {
     assert_false(fck_ring_supports(FCK_UINT8) || fck_ring_supports(4));
 }
 
-/* If both values are NaN, the rank's own is kept. In 16-bit dtypes the result is that of gloo. */
+/* The sum ends on rank 0, which receives rank 1's values. If both values are NaN, float32 keeps the
+ * rank's own. In 16-bit dtypes the result is that of gloo. */
 static void ring_sum_nans_match_gloo(void **state) {
     (void)state;
     const uint32_t received[2] = {0x7fc00001, 0xffc00000};
     const uint32_t own[2] = {0xffc00005, 0x3f800000};
     const uint32_t expected[2] = {0xffc00005, 0xffc00000};
-    const uint16_t float16s[2] = {0xfe05, 0x3c00}; /* rank 1's; the sum ends on rank 0 */
+    const uint16_t received_float16s[2] = {0xfe05, 0x3c00};
     const uint16_t own_float16s[2] = {0x3c00, 0x7e09};
     const uint16_t expected_float16s[2] = {0xfe00, 0x7e00};
-    const uint16_t bfloat16s[2] = {0xffc5, 0x3f80};
+    const uint16_t received_bfloat16s[2] = {0xffc5, 0x3f80};
     const uint16_t own_bfloat16s[2] = {0x3f80, 0x3f80};
     const uint16_t expected_bfloat16s[2] = {0x7fc0, 0x4000};
     uint32_t sum[2];
     uint16_t small[2];
     fck_ring_sum(FCK_FLOAT32, sum, (const void *const[]){own, received}, 2, 4, 0, 2);
     assert_memory_equal(sum, expected, sizeof sum);
-    fck_ring_sum(FCK_FLOAT16, small, (const void *const[]){own_float16s, float16s}, 2, 4, 0, 2);
+    fck_ring_sum(FCK_FLOAT16, small, (const void *const[]){own_float16s, received_float16s}, 2, 4,
+                 0, 2);
     assert_memory_equal(small, expected_float16s, sizeof small);
-    fck_ring_sum(FCK_BFLOAT16, small, (const void *const[]){own_bfloat16s, bfloat16s}, 2, 4, 0, 2);
+    fck_ring_sum(FCK_BFLOAT16, small, (const void *const[]){own_bfloat16s, received_bfloat16s}, 2,
+                 4, 0, 2);
     assert_memory_equal(small, expected_bfloat16s, sizeof small);
 }
 

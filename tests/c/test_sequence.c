@@ -122,8 +122,8 @@ static void compare_after_round_1(void) {
     require(setenv("FSDP_C_TRANSPORT", "gloo", 1) == 0);
     shm_negotiation *n = begin();
     (void)compare(n, 7, me.rank != 0);
-    require(!is_accepted(n, FCT_USE_GATHER) && gather(n, "a", 8) == 0 && rounds == 1);
-    require(!is_accepted(n, FCT_USE_GATHER) && gather(n, "b", 16) == 0 && rounds == 2);
+    require(!negotiate(n, FCT_USE_GATHER) && gather(n, "a", 8) == 0 && rounds == 1);
+    require(!negotiate(n, FCT_USE_GATHER) && gather(n, "b", 16) == 0 && rounds == 2);
     end(n);
 }
 
@@ -198,7 +198,7 @@ static void depart_from_the_prediction(void) {
 }
 
 /* A signal arrives when it is certain that the other ranks issue 'e'. */
-static void leave_a_certain_departure(void) {
+static void interrupt_a_certain_departure(void) {
     shm_negotiation *n = begin_over_gloo();
     op_sequence_set_handler(depart);
     train(n, 4);
@@ -218,7 +218,7 @@ static void leave_a_certain_departure(void) {
 
 static void interrupted_rank_must_issue_the_collective_that_all_ranks_issue(void **state) {
     (void)state;
-    run_negotiation(leave_a_certain_departure, 2);
+    run_negotiation(interrupt_a_certain_departure, 2);
 }
 
 static void collective_of_another_size_than_predicted_is_a_departure(void **state) {

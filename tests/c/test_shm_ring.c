@@ -5,7 +5,7 @@
 
 /* Commits and reads in random order, and waits if neither is possible. */
 static void commit_and_read_at_random(void) {
-    while (me.written < me.of->messages || me.read < me.of->messages) {
+    while (me.written < me.test->messages || me.read < me.test->messages) {
         const uint32_t seen_seq = shm_ring_seq(me.ring);
         const int reads_first = random_below(2) == 0;
         uint32_t done = 0;
@@ -93,7 +93,7 @@ static void commit_to_two_readers(void) {
     }
 }
 
-static void reserve_waits_for_the_slowest_peer(void **state) {
+static void reserve_fails_until_the_slowest_peer_has_released(void **state) {
     (void)state;
     run_ranks(&(scenario){.run = commit_to_two_readers, .world_size = 3, .capacity = CAPACITY});
 }
@@ -167,7 +167,7 @@ static void check_messages_of_ended_rank_1(void) {
     end_without_rank_1();
 }
 
-/* Rank 1 commits three messages and then calls `ends`. */
+/* Each rank commits three messages. Rank 1 then calls `ends`. */
 static void end_after_commits(void (*ends)(void)) {
     require(commit(last_sizes[0]) && commit(last_sizes[1]) && commit(last_sizes[2]));
     barrier();
@@ -267,7 +267,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(messages_of_all_sizes_arrive_intact_and_in_order),
         cmocka_unit_test(message_counters_wrap_without_loss),
-        cmocka_unit_test(reserve_waits_for_the_slowest_peer),
+        cmocka_unit_test(reserve_fails_until_the_slowest_peer_has_released),
         cmocka_unit_test(reserve_fails_when_all_header_slots_are_used),
         cmocka_unit_test(committed_messages_survive_the_end_of_their_rank),
         cmocka_unit_test(end_of_forked_child_does_not_close_the_ring),

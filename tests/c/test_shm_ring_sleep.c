@@ -220,7 +220,7 @@ static void wait_returns_after_its_timeout(void **state) {
 enum { PINGS = 20000 };
 
 static void ping(void) {
-    for (uint32_t i = 0; i < me.of->messages; i++) {
+    for (uint32_t i = 0; i < me.test->messages; i++) {
         commit_blocking(i % 2);
         read_blocking(i % 2);
     }

@@ -325,7 +325,7 @@ static int count_call(void *owner) {
     return 0;
 }
 
-static void sim_reports_two_notifications_of_a_leaf(void **state) {
+static void sim_reports_two_subscriptions_of_a_leaf(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 7});
     int calls = 0;
@@ -346,23 +346,56 @@ static void sim_reports_two_notifications_of_a_leaf(void **state) {
     sim_end();
 }
 
+/* Divides a tensor by 2 in five calls. Returns the number of the first call that fails, or 0.
+ * `later_fail`: whether the calls after it must fail, too. */
+static int first_failed_division(bool later_fail) {
+    const double value = 64.0;
+    fct_tensor *a = vector_of(value);
+    double values[8];
+    int first = 0, failed = 0;
+    for (int i = 1; i <= 5; i++) {
+        const bool fails = fct_tensor_div(a, 2.0) != 0;
+        first = first == 0 && fails ? i : first;
+        failed += fails ? 1 : 0;
+    }
+    assert_int_equal(failed, first == 0 ? 0 : later_fail ? 6 - first : 1);
+    sim_tensor_read(a, values);
+    assert_true(values[0] == value / (1 << (5 - failed))); /* a failed call has no effect */
+    fct_tensor_release(a);
+    return first;
+}
+
 static void sim_fault_fails_only_nth_call(void **state) {
     (void)state;
     sim_begin((sim_config){.seed = 9});
-    fct_tensor *a = vector_of(1.0);
     const char *name = NULL;
+    assert_int_equal(first_failed_division(false), 0);
+    assert_int_equal(sim_fault_fired(&name), SIM_NO_FAULT);
+    assert_false(sim_error_pending());
     sim_fault_arm(3, SIM_ONCE);
-    for (int i = 1; i <= 5; i++) {
-        assert_int_equal(fct_tensor_div(a, 1.0), i == 3 ? -1 : 0);
-    }
+    assert_int_equal(first_failed_division(false), 3);
     assert_int_equal(sim_fault_fired(&name), SIM_FAULT_BOUNDARY);
     assert_string_equal(name, "fct_tensor_div");
     assert_true(sim_error_pending());
+    sim_end();
+}
+
+static void sim_fault_of_span_all_after_fails_later_calls(void **state) {
+    (void)state;
+    sim_begin((sim_config){.seed = 9});
     sim_fault_arm(3, SIM_ALL_AFTER);
-    for (int i = 1; i <= 5; i++) {
-        assert_int_equal(fct_tensor_div(a, 1.0), i >= 3 ? -1 : 0);
-    }
-    fct_tensor_release(a);
+    assert_int_equal(first_failed_division(true), 3);
+    assert_true(sim_fault(SIM_FAULT_CALLBACK, "a callback"));
+    sim_end();
+}
+
+static void sim_fault_of_span_callbacks_after_fails_later_callbacks_only(void **state) {
+    (void)state;
+    sim_begin((sim_config){.seed = 9});
+    sim_fault_arm(3, SIM_CALLBACKS_AFTER);
+    assert_int_equal(first_failed_division(false), 3);
+    assert_true(sim_fault(SIM_FAULT_CALLBACK, "a callback"));
+    assert_false(sim_fault(SIM_FAULT_KERNEL, "a launch"));
     sim_end();
 }
 
@@ -381,8 +414,10 @@ int main(void) {
         cmocka_unit_test(sim_reduce_scatter_adds_gradients_of_simulated_peers),
         cmocka_unit_test(sim_freed_memory_is_reused_and_filled_with_nan),
         cmocka_unit_test(sim_reports_leak),
-        cmocka_unit_test(sim_reports_two_notifications_of_a_leaf),
+        cmocka_unit_test(sim_reports_two_subscriptions_of_a_leaf),
         cmocka_unit_test(sim_fault_fails_only_nth_call),
+        cmocka_unit_test(sim_fault_of_span_all_after_fails_later_calls),
+        cmocka_unit_test(sim_fault_of_span_callbacks_after_fails_later_callbacks_only),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,4 +1,4 @@
-/* The begin of an iteration, and the agreement at the end of a backward: the comparison of the
+/* The beginning of an iteration, and the agreement at the end of a backward: the comparison of the
  * ranks' collectives. Whole steps are in test_train.c, resets in test_reset.c. */
 #include "core/state.h"
 
@@ -58,7 +58,7 @@ static void different_collectives_of_ranks_fail_the_backward(void **state) {
 
 static int most_in_flight;
 
-static int set_sharded_grad(void *owner, fct_tensor *local) {
+static int count_agreements_and_set_sharded_grad(void *owner, fct_tensor *local) {
     const int in_flight = sim_agreements_in_flight();
     most_in_flight = in_flight > most_in_flight ? in_flight : most_in_flight;
     return sim_callbacks.set_sharded_grad(owner, local);
@@ -68,7 +68,7 @@ static void agreement_runs_while_reductions_complete(void **state) {
     (void)state;
     fc_callbacks callbacks = sim_callbacks;
     sim_model *m = begin(false);
-    callbacks.set_sharded_grad = set_sharded_grad;
+    callbacks.set_sharded_grad = count_agreements_and_set_sharded_grad;
     for (size_t i = 0; i < m->layer_count; i++) {
         m->layers[i].groups[0].core.base.callbacks = &callbacks;
     }
@@ -86,7 +86,7 @@ static void agreement_on_checksums_starts_after_the_reductions(void **state) {
     const sim_checksum *list;
     size_t all_reduces = 0;
     sim_model *m = begin(false);
-    callbacks.set_sharded_grad = set_sharded_grad;
+    callbacks.set_sharded_grad = count_agreements_and_set_sharded_grad;
     for (size_t i = 0; i < m->layer_count; i++) {
         m->layers[i].groups[0].core.base.callbacks = &callbacks;
     }

@@ -56,6 +56,11 @@ static void unsharded_adopt_requires_memory_of_every_parameter(void **state) {
     assert_int_equal(fc_unsharded_adopt(base), FC_ESTATE);
     assert_string_equal(model->comm.error.message, "parameter '0.0' was not gathered");
     assert_int_equal(fc_unsharded_alloc(base, &plan, NULL), FC_OK);
+    fc_param_free(base->params[1]);
+    assert_int_equal(fc_unsharded_adopt(base), FC_ESTATE);
+    assert_string_equal(model->comm.error.message, "parameter '0.1' was not gathered");
+    fc_unsharded_free(base);
+    assert_int_equal(fc_unsharded_alloc(base, &plan, NULL), FC_OK);
     assert_int_equal(fc_unsharded_adopt(base), FC_OK);
     assert_ptr_equal(base->params[0]->unsharded, group->params[0].unsharded);
     fc_unsharded_free(base);

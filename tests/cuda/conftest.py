@@ -50,7 +50,7 @@ class PairRunner(Protocol):
 
 def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(PACKAGE)}
-    # The folder of the call must not contain fsdp_c, because `python -c` imports from it first.
+    # The working directory must not contain fsdp_c, because `python -c` imports from it first.
     return subprocess.run(
         [python, *arguments],
         cwd=WORKERS,

@@ -51,7 +51,7 @@ def test_training_with_each_operation_as_late_as_possible_matches_torch_bitwise(
         assert raised == []
         differing = [name for name in records if records[name] != actual["records"][name]]
         assert differing == []
-        assert actual["counts"]["launch of fsdp_c"] > 500
+        assert actual["counts"][OWN_LAUNCH] > 500
     assert torchs[0]["records"] != torchs[1]["records"]
 
 
@@ -108,10 +108,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_wait_for_peer_that_ends_or_differs_ends_with_error(launch: Launch, case: str) -> None:
+def test_simulated_nccl_reports_peer_that_ended_or_differs(launch: Launch, case: str) -> None:
     """The step may return without an exception, because NCCL aborts the collective later.
 
-    A rank waits 100 seconds for this, and the process group has a limit of ten minutes.
+    The worker fails if NCCL has not aborted it after 100 seconds. The process group would do so
+    only after ten minutes.
     """
     first = launch("peers", 2, (case,))[0]
     assert first["findings"] == [CASES[case]]

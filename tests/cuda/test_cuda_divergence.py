@@ -1,4 +1,7 @@
-"""Ranks of an NCCL process group with different models raise before their first collective."""
+"""Ranks of an NCCL process group raise if their models or their later collectives differ.
+
+Different models raise before the first collective.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 pytestmark = [pytest.mark.xdist_group("cuda captures"), pytest.mark.timeout(300)]
 
 DIFFERENCES = {
-    # case: the differing fact, and its values
+    # case: the differing fact, and its values on rank 0 and on rank 1
     "order": ("parameter 0 of unit '0'", "'0.weight' [8, 8]", "'0.bias' [8]"),
     "dtype": ("parameter 0 of unit '1'", "torch.float32", "torch.bfloat16"),
     "frozen": ("parameter 1 of unit '0'", "reduce_dtype None", "frozen"),

@@ -85,9 +85,9 @@ cuda_step() {
 }
 
 # On CUDA the check_ functions run at the same time, because none of them uses the device all the time.
-# The steps outside of functions run alone: memcheck and initcheck come after races and parity, which
-# have more results. The limits of the longest function and of the steps outside of functions add up to
-# at most 580 seconds. Without CUDA the functions run one after another.
+# The steps outside of functions run alone. memcheck and initcheck come after races and parity, whose
+# results matter more if the time runs out. The limits of the longest function and of the steps outside
+# of functions add up to at most 580 seconds. Without CUDA the functions run one after another.
 start() {
     if [ "$device" = cuda ]; then
         "$@" &

@@ -52,10 +52,10 @@ def run_gpu_check(out: Path, only: str = STEPS, **environment: str) -> CheckResu
     assert completed.stderr == "", (out / "log.txt").read_text()
     *lines, last_line = (out / "summary.txt").read_text().splitlines()
     assert completed.stdout.splitlines() == [*lines, last_line]
-    result = [LINE.fullmatch(line) for line in lines]
+    matches = [LINE.fullmatch(line) for line in lines]
     return CheckResult(
         completed.returncode,
-        {match[2]: (match[1], match[4]) for match in result if match is not None},
+        {match[2]: (match[1], match[4]) for match in matches if match is not None},
         last_line,
         json.loads((out / "results.json").read_text()),
         (out / "log.txt").read_text(),
@@ -292,7 +292,7 @@ def test_check_kernels_and_check_jit_report_differences_only_if_driver_skips_wor
         from outcome import start_device
 
         driver = ctypes.CDLL({str(tmp_path / "libcuda.so")!r})
-        driver.skew({int(wrong)})
+        driver.omit_last_block({int(wrong)})
         kernels, address = kernel_library.jit(
             jit.load_kernels(driver, b"\x7fELF of no machine")
         )

@@ -317,7 +317,7 @@ def _launch(*arguments: Any) -> list[dict[str, Any]]:
 def _launch_once(
     implementation: str, world: int, modules: tuple[str, ...], only: tuple[str, ...], timeout: float
 ) -> list[dict[str, Any]] | RanksFailed:
-    """Returns the failure of a launch, so that the other tests do not repeat it."""
+    """Returns the outcomes, or the failure of the launch, so that other tests do not repeat it."""
     with tempfile.TemporaryDirectory(prefix="fsdp_c_scenarios_") as files:
         arguments = (implementation, files, modules, only)
         try:

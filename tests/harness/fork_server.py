@@ -1,7 +1,7 @@
 """Forks processes from a server that has imported torch, so that they do not import torch again.
 
 The first call of ``start(arguments, env, output)`` starts this process's fork server. Each call
-requests a child from the server. The result is a ``ForkedRank``, which has the methods of
+requests a child from the server. The result is a ``ForkedProcess``, which has the methods of
 ``subprocess.Popen`` that the launcher uses.
 
 The child has its own environment, output file and session. The interpreter shuts down normally,
@@ -51,8 +51,8 @@ SCRIPT_LIMIT = 280
 """Seconds of a script, below pytest's limit of a test."""
 
 
-class ForkedRank:
-    """A rank that the fork server started."""
+class ForkedProcess:
+    """A rank or a script that the fork server started."""
 
     def __init__(self, server: Server, pid: int) -> None:
         self.server = server
@@ -90,10 +90,10 @@ class Server:
         )
         atexit.register(self.process.kill)
 
-    def start(self, arguments: list[str], env: dict[str, str], **request: str) -> ForkedRank:
+    def start(self, arguments: list[str], env: dict[str, str], **request: str) -> ForkedProcess:
         """Forks a child. ``request`` has its output file, and optionally ``errors`` and ``cwd``."""
         pid = self.send_request({"start": arguments, "env": env, **request})
-        return ForkedRank(self, pid)
+        return ForkedProcess(self, pid)
 
     def send_request(self, request: dict[str, Any]) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -108,7 +108,7 @@ def _launcher() -> Server:
     return Server([str(Path(__file__).with_name("launch.py")), "--serve"], {**os.environ})
 
 
-def start(arguments: list[str], env: dict[str, str], output: Path, **request: str) -> ForkedRank:
+def start(arguments: list[str], env: dict[str, str], output: Path, **request: str) -> ForkedProcess:
     """Forks a child that runs the launcher with ``arguments``. ``request``: see Server.start."""
     return _launcher().start(arguments, env, output=str(output), **request)
 
@@ -118,7 +118,7 @@ def find_pid() -> int:
     return _launcher().process.pid
 
 
-def start_script(script: Path, args: list[str], env: dict[str, str], output: Path) -> ForkedRank:
+def start_script(script: Path, args: list[str], env: dict[str, str], output: Path) -> ForkedProcess:
     """Forks a child that runs ``script`` as ``python`` does. Creates the file ``output``."""
     output.touch()
     return start(["--script", str(script), *args], env, output)

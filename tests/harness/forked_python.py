@@ -34,11 +34,12 @@ PROGRAM = """#!{python} -IS
 import os, signal, socket, sys
 
 words = sys.argv[1:]
-options = words[:1] == ["-u"]
-first = "".join(words[options:][:1])
+if words[:1] == ["-u"]:
+    del words[0]
+first = "".join(words[:1])
 is_forked = first in ("-m", "-c") or first[:1] not in ("", "-")
 if not is_forked or os.environ.get("FSDP_C", "0") not in ("", "0"):
-    os.execv({python!r}, [{python!r}, *words])
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({path!r})
 
@@ -50,7 +51,7 @@ def forward(number, _):
 
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, forward)
-request = (words[options:], {{**os.environ}}, os.getcwd(), os.getppid(), __file__)
+request = (words, {{**os.environ}}, os.getcwd(), os.getppid(), __file__)
 socket.send_fds(server, [repr(request).encode()], [0, 1, 2])
 status = int(server.recv(100) or 1)
 if status < 0:
@@ -108,18 +109,17 @@ def _wait(connection: socket.socket, pid: int) -> None:
 
     If the program is killed, so are the process and its group.
     """
-    process = os.pidfd_open(pid)
-    while process not in (readable := select.select([connection, process], [], [])[0]):
+    process, program_lives = os.pidfd_open(pid), True
+    while program_lives and process not in select.select([connection, process], [], [])[0]:
         if number := connection.recv(1):
             os.kill(pid, number[0])
         else:
             with contextlib.suppress(ProcessLookupError):  # it has not made its group yet
                 os.killpg(pid, signal.SIGKILL)
             os.kill(pid, signal.SIGKILL)
-            readable.clear()
-            break
+            program_lives = False
     _, status = os.waitpid(pid, 0)
-    if readable:
+    if program_lives:
         connection.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 

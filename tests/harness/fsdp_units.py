@@ -20,8 +20,8 @@ def param_groups_of(model: nn.Module) -> list[Any]:
 
 
 def set_last_microbatch(model: Any, last: bool) -> None:
-    """Sets whether the next backwards are the last of their step: they end the backward, reshard
-    and reduce gradients."""
+    """Sets whether later backwards finalize, reshard and reduce gradients, as the last backward of
+    a step does."""
     model.set_is_last_backward(last)
     model.set_reshard_after_backward(last)
     model.set_requires_gradient_sync(last)

@@ -100,7 +100,7 @@ def run_ranks(
         ).run(timeout, env or {})
 
 
-Process = subprocess.Popen[bytes] | fork_server.ForkedRank
+Process = subprocess.Popen[bytes] | fork_server.ForkedProcess
 
 
 class _Launch:

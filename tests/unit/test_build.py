@@ -97,7 +97,7 @@ RELEASE_VALUES = [1, 2, 0, 10, 0]
 class Run:
     """A process of a tree, and the file with its output."""
 
-    process: fork_server.ForkedRank
+    process: fork_server.ForkedProcess
     output: Path
 
 

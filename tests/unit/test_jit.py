@@ -123,7 +123,7 @@ def test_jit_launch_that_the_driver_rejects_raises(
     fake_group: int, jit_driver: ctypes.CDLL
 ) -> None:
     model = fsdp_c.fully_shard(torch.nn.Linear(16, 16))
-    jit_driver.reject_next()
+    jit_driver.refuse_next()
     with pytest.raises(RuntimeError, match="the driver rejected a launch"):
         model(torch.randn(2, 16))
     model.reset_iter_state()

@@ -10,7 +10,7 @@ RING_MUTATIONS = {
         "        if (pending > largest) {",
         "        if (largest == 0) {",
         "test_shm_ring",
-        "[  FAILED  ] reserve_waits_for_the_slowest_peer",
+        "[  FAILED  ] reserve_fails_until_the_slowest_peer_has_released",
     ),
     "writer reserves one message more than header slots": Mutation(
         "shm_ring",
@@ -134,7 +134,7 @@ TRANSPORT_MUTATIONS = {
         "    return op_agreement_is_needed(&n->agreement) && (finishes || compares);",
         "    return finishes || (op_agreement_is_needed(&n->agreement) && compares);",
         "test_agreement",
-        "[  FAILED  ] agreement_after_an_interrupted_agreement_compares",
+        "[  FAILED  ] agreement_is_not_affected_by_an_interrupted_one",
     ),
     "ranks do not compare checksums": Mutation(
         "agreement",
@@ -269,7 +269,7 @@ TRANSPORT_MUTATIONS = {
         "    if (needed && n->capabilities != NULL &&",
         "    if (n->agreement.count == UINT64_MAX &&",
         "test_agreement",
-        "[  FAILED  ] agreement_starts_after_round_1_is_read",
+        "[  FAILED  ] agreement_reads_round_1_first",
     ),
     "rank with the guard off takes part in agreements": Mutation(
         "negotiation",

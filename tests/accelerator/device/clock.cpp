@@ -18,22 +18,22 @@ int World::index_of(c10::Stream stream) {
     if (found != indices.end()) {
         return found->second;
     }
-    const int number = static_cast<int>(streams.size());
+    const int index = static_cast<int>(streams.size());
     streams.push_back(StreamState{stream, {}});
-    indices.emplace(stream.id(), number);
-    return number;
+    indices.emplace(stream.id(), index);
+    return index;
 }
 
 Epoch World::begin(c10::Stream stream, const char *name) {
-    const int number = index_of(stream);
-    Clock &clock = streams[static_cast<size_t>(number)].clock;
+    const int index = index_of(stream);
+    Clock &clock = streams[static_cast<size_t>(index)].clock;
     clock.join(devices.at(static_cast<size_t>(stream.device_index())).host);
-    return Epoch{number, clock.advance(number), name, ++serial};
+    return Epoch{index, clock.advance(index), name, ++serial};
 }
 
-bool World::covers(int number, const Epoch &epoch) const {
+bool World::covers(int stream_index, const Epoch &epoch) const {
     return epoch.stream_index < 0 ||
-           streams[static_cast<size_t>(number)].clock.covers(epoch.stream_index, epoch.tick);
+           streams[static_cast<size_t>(stream_index)].clock.covers(epoch.stream_index, epoch.tick);
 }
 
 std::string World::describe(const Epoch &epoch) const {

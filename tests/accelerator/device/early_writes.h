@@ -31,8 +31,8 @@ class EarlyWrites {
     void record(const Block &block, uintptr_t from, const Cell &cell, const Epoch &by, bool poison);
     /* Stores the bytes that `writer` has written. Call it after the operation has run. */
     void complete(const Epoch &writer);
-    /* Copies the recorded bytes for `reader` into [from, to), and appends the bytes before to
-     * `replaced`. */
+    /* Copies the recorded bytes for `reader` into [from, to), and appends the bytes that were there
+     * to `replaced`. */
     void replay(uintptr_t from, uintptr_t to, const Epoch &reader,
                 std::vector<Bytes> &replaced) const;
 

@@ -14,13 +14,13 @@ namespace sim {
 namespace {
 
 bool is_complete_for_host(const Epoch &epoch) {
-    const World &all = world();
+    const World &state = world();
     const auto index = static_cast<size_t>(epoch.stream_index);
-    if (epoch.stream_index < 0 || index >= all.streams.size()) {
+    if (epoch.stream_index < 0 || index >= state.streams.size()) {
         return true;
     }
-    const auto device = static_cast<size_t>(all.streams[index].stream.device_index());
-    return all.devices.at(device).host.covers(epoch.stream_index, epoch.tick);
+    const auto device = static_cast<size_t>(state.streams[index].stream.device_index());
+    return state.devices.at(device).host.covers(epoch.stream_index, epoch.tick);
 }
 
 /* Returns an operation that conflicts with the host's access to the cell, and for which the host

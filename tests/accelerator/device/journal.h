@@ -25,10 +25,10 @@ struct Journal {
     std::vector<Call> calls;                /* calls from the logged library */
     LibraryFrames logged_library;
     std::string fault;     /* "drop", "wrong stream", "other stream", "early free", or empty */
-    int64_t fault_at = -1; /* index of the logged call that fails */
+    int64_t fault_at = -1; /* index of the logged call at which the fault happens */
 
-    /* Starts logging the calls from the library whose file name contains `library`, and arms the
-     * fault `name` for the call of index `at`. */
+    /* Starts logging the calls from the library whose path contains `library`, and arms the fault
+     * `name` for the call of index `at`. An empty `library` stops the log. */
     void log_calls(const std::string &library, const std::string &name, int64_t at);
     void report(std::string text);
     void count(const char *name);

@@ -78,13 +78,13 @@ void add_read(Cell &cell, const Epoch &by) {
 
 /* Checks the access of one cell. Returns true if it was reported. */
 bool check(const Block &block, uintptr_t from, const Cell &cell, bool write, const Epoch &by) {
-    const World &all = world();
-    if (!all.covers(by.stream_index, cell.write)) {
+    const World &state = world();
+    if (!state.covers(by.stream_index, cell.write)) {
         report_race(block, from, cell.end, by, write, cell.write, true);
         return true;
     }
     for (const Epoch &read : cell.reads) {
-        if (write && !all.covers(by.stream_index, read)) {
+        if (write && !state.covers(by.stream_index, read)) {
             report_race(block, from, cell.end, by, write, read, false);
             return true;
         }
@@ -187,7 +187,8 @@ void Memory::hide_unordered_writes(uintptr_t from, uintptr_t to, const Epoch &by
 }
 
 /* Checks that `by`, an allocation on the pool's stream, is ordered after the last accesses of all
- * free blocks of the pool. */
+ * free blocks of the pool. First frees pending blocks whose recorded streams are ordered before
+ * `by`. */
 void Memory::check_free_blocks(Pool &pool, const Epoch &by) {
     const Clock &clock = world().streams[static_cast<size_t>(by.stream_index)].clock;
     for (Block *&block : pool.pending) {

@@ -138,8 +138,8 @@ def break_each_call(name: str, fault: str = "drop") -> Iterator[tuple[CallSite, 
     """Injects ``fault`` into each call on which it has an effect. Yields the call and the run.
 
     ``drop`` skips a call that orders streams. ``wrong stream`` makes an event record the default
-    stream instead of the given one. ``other stream`` returns a new stream as the current
-    one. ``early free`` frees an allocation at its first use on another stream.
+    stream instead of the given one. ``other stream`` returns a new stream as the current one.
+    ``early free`` frees an allocation at its first use on another stream.
     """
     for index, call in enumerate(run(name, fault=fault).calls):
         if call.kind in FAULTS[fault]:

@@ -1,4 +1,4 @@
-"""Fails each call of a training step in turn on the simulated device, and checks the recovery.
+"""Fails calls of a training step one by one on the simulated device, and checks the recovery.
 
 As in sweep.py, a model first runs one clean step. Each attempt then begins with the same
 parameters. It runs a step with the failure, ``reset_iter_state()``, the failed step again, and
@@ -29,7 +29,7 @@ from fsdp_c import _C, fully_shard, replicate
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PLACES = ("forward", "backward", "user")
 STRIDE = 1 if os.environ.get("FSDP_C_ACCELERATOR_WHOLE", "") not in ("", "0") else 3
-"""Distance between the calls that fail. At the place "user", every call fails."""
+"""Distance between the calls that fail. At the place "user" it is 1."""
 MAX_CALLS = 4000
 """Upper bound of the number of calls in a step."""
 
@@ -141,7 +141,7 @@ def _make_arm(trainer: DeviceTrainer, place: str, n: int) -> Callable[[], None]:
 
 
 def sweep(variant: str, place: str) -> SweepResult:
-    """Fails one call per attempt, in order, until a step has no further call."""
+    """Fails one call per attempt, in order, until a step ends before the call that should fail."""
     device = simulated.start()
     device.reset()
     trainer = DeviceTrainer(*VARIANTS[variant])

@@ -1,7 +1,7 @@
 """Measures launches, events and memory of torch and fsdp_c on the simulated device.
 
 Launches are operations and kernels by which fsdp_c or torch's FSDP2 moves data; those of the model
-are subtracted. The numbers of recorded and awaited events include autograd's. Peak memory is the
+are subtracted. The numbers of recorded and waited events include autograd's. Peak memory is the
 device's peak above its memory before the model was created. Run as a script, this file prints a
 table.
 """
@@ -172,7 +172,7 @@ def measure(variant: str, implementation: str, kernels: bool) -> Measurements:
     model = make(SimTools(implementation))
     for step in range(STEPS + 1):
         if step == 1:
-            gc.collect()  # frees the unsharded parameters' memory
+            gc.collect()  # frees the parameters from before the sharding
             device.clear_counts()
             device.reset_peak(0)
         model(x).sum().backward()

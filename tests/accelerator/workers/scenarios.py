@@ -58,8 +58,8 @@ def plain(tools: SimTools) -> Record:
 
 @scenario
 def on_a_side_stream(tools: SimTools) -> Record:
-    """Trains on another stream than the default one. Autograd makes this stream current
-    in the thread of backward."""
+    """Trains on another stream than the default one. Autograd makes this stream current in
+    the thread of backward."""
     model = tools.shard(blocks())
     stream = torch.Stream(device="sim")
     stream.wait_stream(torch.accelerator.current_stream())

@@ -30,7 +30,7 @@ def build_library() -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sources = sorted(SOURCES.glob("*.cpp"))
-        headers = [path for folder in (SOURCES, *SHARED) for path in sorted(folder.glob("*.h"))]
+        headers = [path for source in (SOURCES, *SHARED) for path in sorted(source.glob("*.h"))]
         texts = [path.read_text() for path in (*sources, *headers)]
         target = folder / f"{NAME}-{_digest(torch.__version__, sys.version, *_flags(), *texts)}.so"
         if not target.exists():

@@ -9,11 +9,11 @@
 #include "kernels/lines.cuh"
 
 static int launches;
-static int refused;   /* the next launch is refused */
-static int skewed;    /* launches omit their last block */
-static int small;     /* kernels with large arguments are not found */
-static int bound = 1; /* the thread has a context */
-static int absent;    /* the process has no context */
+static int refuses_next;     /* the next launch is refused */
+static int omits_last_block; /* launches omit their last block */
+static int omits_large;      /* kernels with large arguments are not found */
+static int bound = 1;        /* the thread has a context */
+static int has_no_context;   /* the process has no context */
 
 extern "C" int cuLibraryLoadData(void **library, const void *code, void *, void *, unsigned, void *,
                                  void *, unsigned) {
@@ -33,9 +33,9 @@ extern "C" int cuLibraryGetKernel(void **kernel, void *, const char *name) {
         *kernel = reinterpret_cast<void *>(fck_move_lines);
     } else if (std::strcmp(name, "fck_cast_lines") == 0) {
         *kernel = reinterpret_cast<void *>(fck_cast_lines);
-    } else if (std::strcmp(name, "fck_move_many_lines") == 0 && small == 0) {
+    } else if (std::strcmp(name, "fck_move_many_lines") == 0 && omits_large == 0) {
         *kernel = reinterpret_cast<void *>(fck_move_many_lines);
-    } else if (std::strcmp(name, "fck_cast_many_lines") == 0 && small == 0) {
+    } else if (std::strcmp(name, "fck_cast_many_lines") == 0 && omits_large == 0) {
         *kernel = reinterpret_cast<void *>(fck_cast_many_lines);
     } else if (std::strcmp(name, "fck_add_checksums") == 0) {
         *kernel = reinterpret_cast<void *>(fck_add_checksums);
@@ -46,7 +46,7 @@ extern "C" int cuLibraryGetKernel(void **kernel, void *, const char *name) {
 }
 
 extern "C" int cuCtxGetCurrent(void **context) {
-    *context = absent != 0 ? nullptr : &bound;
+    *context = has_no_context != 0 ? nullptr : &bound;
     return 0;
 }
 
@@ -58,16 +58,16 @@ extern "C" int cuCtxSetCurrent(void *context) {
 extern "C" int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                               unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
                               void *, void **arguments, void **extra) {
-    if (refused != 0 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || shared != 0 ||
-        extra != nullptr) {
-        refused = 0;
+    if (refuses_next != 0 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 ||
+        shared != 0 || extra != nullptr) {
+        refuses_next = 0;
         return 1; /* CUDA_ERROR_INVALID_VALUE */
     }
     if (bound == 0) {
         return 201; /* CUDA_ERROR_INVALID_CONTEXT */
     }
     launches++;
-    const dim3 grid(grid_x - static_cast<unsigned>(skewed));
+    const dim3 grid(grid_x - static_cast<unsigned>(omits_last_block));
     if (function == reinterpret_cast<void *>(fck_add_checksums)) {
         return cudaLaunchKernel(fck_add_checksums, grid, dim3(block_x), arguments, 0, nullptr);
     }
@@ -92,13 +92,13 @@ extern "C" int take_launches() {
     return count;
 }
 
-extern "C" void skew(int on) {
-    skewed = on;
+extern "C" void omit_last_block(int on) {
+    omits_last_block = on;
 }
 
 /* Libraries that are loaded later have no kernels with large arguments. */
 extern "C" void omit_large_kernels(int on) {
-    small = on;
+    omits_large = on;
 }
 
 /* Ends the binding of the context, as in a new thread. */
@@ -107,9 +107,9 @@ extern "C" void unbind() {
 }
 
 extern "C" void remove_context(int on) {
-    absent = on;
+    has_no_context = on;
 }
 
-extern "C" void reject_next() {
-    refused = 1;
+extern "C" void refuse_next() {
+    refuses_next = 1;
 }

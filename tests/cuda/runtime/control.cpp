@@ -73,10 +73,10 @@ bool log_call(const char *kind) {
     if (frames.empty()) {
         return false;
     }
-    const bool is_kind = fault_kind == kind;
-    const bool is_site = is_kind && fault_frames == frames && is_due(fault_countdown);
+    const bool matches_kind = fault_kind == kind;
+    const bool is_site = matches_kind && fault_frames == frames && is_due(fault_countdown);
     calls.push_back(Call{kind, std::move(frames)});
-    return is_site || (is_kind && static_cast<long>(calls.size()) - 1 == fault_at);
+    return is_site || (matches_kind && static_cast<long>(calls.size()) - 1 == fault_at);
 }
 
 } // namespace sim
@@ -200,8 +200,8 @@ void sim_access_on_host(const void *data, size_t bytes, int write) {
     sim::access_on_host(data, bytes, write != 0);
 }
 
-/* Called by the generated functions, which replace those that are not simulated. The first returns
- * cudaErrorNotSupported. */
+/* Generated functions, which replace those that are not simulated, call this function or the next
+ * one. */
 int sim_not_supported(const char *name) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
     device().counts[std::string("not supported: ") + name]++;

@@ -1,6 +1,5 @@
 /* Substitute of libcublas and libcublasLt: every product is one launch, on the stream of the handle
- * or of the call.
- * torch's operators declare the accesses (operators.cpp). */
+ * or of the call. torch's operators declare the accesses (operators.cpp). */
 #include <cublasLt.h>
 #include <cublas_v2.h>
 

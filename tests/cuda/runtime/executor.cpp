@@ -1,8 +1,8 @@
 /* Executes the work of operations, on one thread, in an order that streams and events allow.
  *
  * Each stream has a queue. The first task of a queue is ready if its clock covers no queued task of
- * another stream. Ready tasks may run in any order. The device's thread chooses by the setting
- * `order_seed`: a schedule that is as late as possible finds waits that are missing.
+ * another stream. Ready tasks may run in any order, which the setting `order_seed` selects. If it
+ * is not 0, each task runs as late as possible: such schedules find missing waits.
  *
  * Lock order: the device's mutex, then the executor's mutex. */
 #include <algorithm>
@@ -56,7 +56,7 @@ class Executor {
         changed_.notify_all();
         finished_.wait(lock, [&] { return !is_pending(clock); });
         waits_.erase(std::find(waits_.begin(), waits_.end(), &clock));
-        count_++;
+        finished_waits_++;
         last_call_ = Time::now();
     }
 
@@ -82,7 +82,7 @@ class Executor {
     std::map<int, Queue> queues_;      /* by stream; a task stays in its queue until it is done */
     std::vector<const Clock *> waits_; /* of the host's threads */
     Time::time_point last_call_;
-    uint64_t count_ = 0; /* finished waits of the host */
+    uint64_t finished_waits_ = 0; /* of the host */
     bool started_ = false;
 
     bool is_pending(const Clock &clock) const {
@@ -98,7 +98,8 @@ class Executor {
         return Time::now() - last_call_ > std::chrono::milliseconds(device().settings.idle_ms);
     }
 
-    /* Whether a host thread waits for the task, or the schedule is not late. */
+    /* Returns true if a host thread waits for the task. Without `order_seed`, and if the host makes
+     * no calls for `idle_ms`, every task is due. */
     bool is_due(const Task &task) const {
         if (device().settings.order_seed == 0 || is_idle()) {
             return true;
@@ -123,13 +124,13 @@ class Executor {
         if (seed == 0) {
             return static_cast<uint64_t>(stream);
         }
-        uint64_t x = (seed << 40) ^ (count_ << 16) ^ static_cast<uint64_t>(stream);
+        uint64_t x = (seed << 40) ^ (finished_waits_ << 16) ^ static_cast<uint64_t>(stream);
         x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
         x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
         return x ^ (x >> 31);
     }
 
-    /* The tasks that may run now, in the order of priority. */
+    /* Returns the tasks that may run now, in the order of priority. */
     std::vector<std::shared_ptr<Task>> choose() const {
         std::vector<std::shared_ptr<Task>> tasks;
         for (const auto &[stream, queue] : queues_) {

@@ -70,7 +70,7 @@ cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_t *,
     return cudaSuccess;
 }
 
-#else /* the functions of CUDA 12 have no edge data; its header gives the first the suffix _v2 */
+#else /* CUDA 12, without edge data; its header renames cudaStreamGetCaptureInfo to its _v2 */
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus *status,
                                      unsigned long long *id, cudaGraph_t *graph,

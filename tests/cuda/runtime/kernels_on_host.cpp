@@ -1,6 +1,6 @@
 #include "kernels_on_host.h"
 
-/* Replaces the headers of CUDA, which this file must not include. */
+/* Declares what the kernels use of CUDA, instead of CUDA's headers. */
 #include "../../c/fake_cuda/cuda_runtime.h"
 #include "kernels/checksums.cuh"
 #include "kernels/lines.cuh"

@@ -6,7 +6,7 @@
 
 namespace sim {
 
-/* Run the kernel of copies with or without casts, block by block and thread by thread. */
+/* Run the kernel that copies lines, or the one that casts them, thread after thread. */
 void run_lines(const fck::line_batch &batch, bool casts);
 void run_lines(const fck::large_line_batch &batch, bool casts);
 /* Runs fck_add_checksums in the same way. */

@@ -24,24 +24,24 @@ std::map<uintptr_t, Allocation> &allocations() {
 
 void *allocate(size_t bytes, Kind kind) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
-    Device &all = device();
+    Device &state = device();
     const size_t size = bytes == 0 ? 1 : bytes;
     if (kind == Kind::kDevice) {
         count("malloc");
         if (holds_gil()) {
             count("malloc with GIL");
         }
-        if (all.settings.stopped != 0) {
+        if (state.settings.stopped != 0) {
             return nullptr;
         }
-        const bool fails = all.settings.malloc_failures_left > 0;
-        if (fails || is_due(all.settings.fail_malloc)) {
-            all.settings.malloc_failures_left =
-                (fails ? all.settings.malloc_failures_left : all.settings.malloc_failures) - 1;
+        const bool fails = state.settings.malloc_failures_left > 0;
+        if (fails || is_due(state.settings.fail_malloc)) {
+            state.settings.malloc_failures_left =
+                (fails ? state.settings.malloc_failures_left : state.settings.malloc_failures) - 1;
             count("malloc failed");
             return nullptr;
         }
-        if (all.used + size > static_cast<size_t>(all.settings.memory_mib) << 20) {
+        if (state.used + size > static_cast<size_t>(state.settings.memory_mib) << 20) {
             count("malloc failed");
             return nullptr;
         }
@@ -53,7 +53,7 @@ void *allocate(size_t bytes, Kind kind) {
     }
     allocations()[reinterpret_cast<uintptr_t>(address)] = Allocation{size, kind};
     if (kind == Kind::kDevice) {
-        all.used += size;
+        state.used += size;
     }
     return address;
 }
@@ -117,7 +117,7 @@ void submit_copy(const Operation &by, void *dst, const void *src, size_t bytes) 
 } // namespace
 
 void copy(const Operation &by, void *dst, const void *src, size_t bytes) {
-    const bool within = kind_of(dst) == Kind::kDevice && kind_of(src) == Kind::kDevice;
+    const bool within_device = kind_of(dst) == Kind::kDevice && kind_of(src) == Kind::kDevice;
     access(by, src, bytes, false);
     access(by, dst, bytes, true);
     if (executes()) {
@@ -129,7 +129,7 @@ void copy(const Operation &by, void *dst, const void *src, size_t bytes) {
         const std::lock_guard<std::recursive_mutex> lock(device().mutex);
         captured = device().streams[static_cast<size_t>(by.stream)]->capture != nullptr;
     }
-    if (!captured && dst != src && (!within || device().settings.copies != 0)) {
+    if (!captured && dst != src && (!within_device || device().settings.copies != 0)) {
         std::memmove(dst, src, bytes);
     }
 }

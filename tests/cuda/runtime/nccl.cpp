@@ -107,24 +107,24 @@ sim::Collective call_of(size_t count, ncclDataType_t type, int op = 0, int root 
     return call;
 }
 
-/* Like call_of(), for a reduction of `count` elements of each rank. Sets *sums to the operation of
- * the elements that prepare() has scaled. */
-sim::Collective reduction_of(size_t count, size_t sent, ncclDataType_t type, ncclRedOp_t op,
-                             int root, ncclComm_t comm, ncclRedOp_t *sums) {
+/* Like call_of(), for a reduction of `count` elements of each rank. prepare() scales the inputs, of
+ * `sent_count` elements each. *scaled_op reduces the scaled inputs. */
+sim::Collective reduction_of(size_t count, size_t sent_count, ncclDataType_t type, ncclRedOp_t op,
+                             int root, ncclComm_t comm, ncclRedOp_t *scaled_op) {
     const bool scales = op >= ncclNumOps;
     sim::Collective call = call_of(count, type, scales ? ncclNumOps : op, root);
-    *sums = scales || op == ncclAvg ? ncclSum : op;
+    *scaled_op = scales || op == ncclAvg ? ncclSum : op;
     if (scales) {
         const Scaling scaling = comm->scalings.at(op);
         call.prepare = [=](void *copy) {
             const bool in_memory = scaling.scalar != nullptr;
             const double factor =
                 in_memory ? sim::read_scalar(type, scaling.scalar) : scaling.factor;
-            sim::scale(type, copy, sent, factor);
+            sim::scale(type, copy, sent_count, factor);
         };
     } else if (op == ncclAvg && type >= ncclFloat16) {
         call.prepare = [=, world = comm->world](void *copy) {
-            sim::scale(type, copy, sent, 1.0 / world);
+            sim::scale(type, copy, sent_count, 1.0 / world);
         };
     }
     return call;
@@ -400,12 +400,12 @@ ncclResult_t ncclReduceScatter(const void *send, void *receive, size_t count, nc
     const size_t bytes = count * size_of(type);
     const auto rank = static_cast<size_t>(comm->rank);
     const auto world = static_cast<size_t>(comm->world);
-    ncclRedOp_t sums;
-    sim::Collective call = reduction_of(count, world * count, type, op, 0, comm, &sums);
+    ncclRedOp_t scaled_op;
+    sim::Collective call = reduction_of(count, world * count, type, op, 0, comm, &scaled_op);
     const auto compute = [=](const Inputs &inputs) {
         const bool next = sim::is_due(sim::device().settings.wrong_slice);
         const size_t slice = (rank + (next ? 1 : 0)) % world;
-        reduce_from(inputs, slice * count, count, type, sums, op == ncclAvg, receive);
+        reduce_from(inputs, slice * count, count, type, scaled_op, op == ncclAvg, receive);
     };
     const auto emulate = [=] {
         std::memmove(receive, static_cast<const char *>(send) + rank * bytes, bytes);
@@ -417,10 +417,10 @@ ncclResult_t ncclReduceScatter(const void *send, void *receive, size_t count, nc
 ncclResult_t ncclAllReduce(const void *send, void *receive, size_t count, ncclDataType_t type,
                            ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
     const size_t bytes = count * size_of(type);
-    ncclRedOp_t sums;
-    sim::Collective call = reduction_of(count, count, type, op, 0, comm, &sums);
+    ncclRedOp_t scaled_op;
+    sim::Collective call = reduction_of(count, count, type, op, 0, comm, &scaled_op);
     const auto compute = [=](const Inputs &inputs) {
-        reduce_from(inputs, 0, count, type, sums, op == ncclAvg, receive);
+        reduce_from(inputs, 0, count, type, scaled_op, op == ncclAvg, receive);
     };
     const auto emulate = [=] { std::memmove(receive, send, bytes); };
     return collective({"ncclAllReduce", send, bytes, receive, bytes, stream}, comm, std::move(call),
@@ -430,11 +430,11 @@ ncclResult_t ncclAllReduce(const void *send, void *receive, size_t count, ncclDa
 ncclResult_t ncclReduce(const void *send, void *receive, size_t count, ncclDataType_t type,
                         ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
     const size_t bytes = count * size_of(type);
-    ncclRedOp_t sums;
-    sim::Collective call = reduction_of(count, count, type, op, root, comm, &sums);
+    ncclRedOp_t scaled_op;
+    sim::Collective call = reduction_of(count, count, type, op, root, comm, &scaled_op);
     const auto compute = [=, is_root = comm->rank == root](const Inputs &inputs) {
         if (is_root) {
-            reduce_from(inputs, 0, count, type, sums, op == ncclAvg, receive);
+            reduce_from(inputs, 0, count, type, scaled_op, op == ncclAvg, receive);
         }
     };
     return collective({"ncclReduce", send, bytes, receive, bytes, stream}, comm, std::move(call),

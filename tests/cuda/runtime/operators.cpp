@@ -128,8 +128,8 @@ void on_launch(sim::Operation *by) {
     }
 }
 
-/* The work of an operator is submitted when it returns, so it must not read its results before.
- * Called under the device's mutex. */
+/* The work of an operator is submitted when the operator returns, so the operator must not wait for
+ * its own launches. Called under the device's mutex. */
 void on_wait() {
     if (sim::executes() && !frames.empty() && !frames.back()->launches.empty()) {
         sim::report("not executed: " + frames.back()->schema->name +

@@ -11,7 +11,7 @@ namespace sim {
 
 size_t size_of(ncclDataType_t type);
 
-/* Reads an element as a factor of scale(). */
+/* Returns the value of one element, for the parameter `factor` of scale(). */
 double read_scalar(ncclDataType_t type, const void *scalar);
 
 /* Multiplies each element by the factor, in the type. */

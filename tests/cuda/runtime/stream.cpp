@@ -22,8 +22,7 @@ bool is_hung(const Clock &clock) {
     return hung.stream >= 0 && clock.covers(hung.stream, hung.tick);
 }
 
-/* Blocks while the clock covers the hung operation. The caller must not hold the
- * device's mutex. */
+/* Blocks while the clock covers the hung operation. The caller must not hold the device's mutex. */
 void block_while_hung(const Clock &clock) {
     while (true) {
         {
@@ -97,9 +96,9 @@ namespace {
 /* Orders the stream after the streams for which it waits implicitly. If the legacy default stream
  * would wait for a stream that is being captured, invalidates the capture and returns the error. */
 int order_implicitly(Stream &stream) {
-    Device &all = device();
+    Device &state = device();
     if (stream.index == 0) {
-        for (const auto &other : all.streams) {
+        for (const auto &other : state.streams) {
             if (other->blocking && other->capture != nullptr) {
                 other->capture->invalidated = true;
                 return cudaErrorStreamCaptureImplicit;
@@ -109,7 +108,7 @@ int order_implicitly(Stream &stream) {
             }
         }
     } else if (stream.blocking && stream.capture == nullptr) {
-        stream.clock.join(all.streams[0]->clock);
+        stream.clock.join(state.streams[0]->clock);
     }
     return 0;
 }
@@ -118,7 +117,7 @@ int order_implicitly(Stream &stream) {
 
 int begin(Stream &stream, const char *name, Operation *out) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
-    Device &all = device();
+    Device &state = device();
     thread().bound = true;
     if (const int error = device_error()) {
         return error;
@@ -130,9 +129,9 @@ int begin(Stream &stream, const char *name, Operation *out) {
         return error;
     }
     if (stream.capture == nullptr) {
-        stream.clock.join(all.host);
+        stream.clock.join(state.host);
     }
-    *out = Operation{stream.index, stream.clock.advance(stream.index), name, ++all.serial};
+    *out = Operation{stream.index, stream.clock.advance(stream.index), name, ++state.serial};
     if (stream.capture != nullptr) {
         stream.capture->last[stream.index] = *out;
         stream.capture->graph->operations++;
@@ -160,29 +159,29 @@ int launch(Stream &stream, const char *name, Operation *out) {
 
 void access(const Operation &by, const void *data, size_t bytes, bool write) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
-    Device &all = device();
-    if (all.settings.checks == 0 || by.stream < 0 || bytes == 0 || kind_of(data) == Kind::kNone) {
+    Device &state = device();
+    if (state.settings.checks == 0 || by.stream < 0 || bytes == 0 || kind_of(data) == Kind::kNone) {
         return;
     }
     const auto from = reinterpret_cast<uintptr_t>(data);
     const Access accessed{from, from + bytes, write};
-    const Stream &stream = *all.streams[static_cast<size_t>(by.stream)];
+    const Stream &stream = *state.streams[static_cast<size_t>(by.stream)];
     if (stream.capture != nullptr) {
         stream.capture->graph->accesses.push_back(accessed);
         stream.capture->accesses.add(accessed, by, stream.clock);
     } else {
-        all.accesses.add(accessed, by, stream.clock);
+        state.accesses.add(accessed, by, stream.clock);
     }
 }
 
 void access_on_host(const void *data, size_t bytes, bool write) {
     const std::lock_guard<std::recursive_mutex> lock(device().mutex);
-    Device &all = device();
-    if (all.settings.checks != 0 && bytes > 0 && kind_of(data) == Kind::kPinned) {
-        /* a later operation of a stream is ordered after it: its tick is 0 */
-        const Operation by{-1, 0, "the host", ++all.serial};
+    Device &state = device();
+    if (state.settings.checks != 0 && bytes > 0 && kind_of(data) == Kind::kPinned) {
+        /* tick 0: all later operations of streams are ordered after this access */
+        const Operation by{-1, 0, "the host", ++state.serial};
         const auto from = reinterpret_cast<uintptr_t>(data);
-        all.accesses.add(Access{from, from + bytes, write}, by, all.host);
+        state.accesses.add(Access{from, from + bytes, write}, by, state.host);
     }
 }
 
@@ -337,12 +336,12 @@ namespace {
  * with the setting `incomplete`, the host has waited for it. The result 0 orders the host after the
  * work. */
 int query_clock(const Clock &clock) {
-    Device &all = device();
+    Device &state = device();
     if (is_hung(clock) || !is_finished(clock) ||
-        (all.settings.incomplete != 0 && !all.host.covers(clock))) {
+        (state.settings.incomplete != 0 && !state.host.covers(clock))) {
         return cudaErrorNotReady;
     }
-    all.host.join(clock);
+    state.host.join(clock);
     return 0;
 }
 

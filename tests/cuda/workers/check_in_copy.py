@@ -36,14 +36,14 @@ g++ $(echo "-x c++ $*" | sed "s#-lineinfo##; s#-arch=[^ ]*##; s#-Xcompiler##; s#
 """
 
 
-def write_nvcc(folder: Path, device: Path) -> None:
+def write_nvcc(folder: Path, device_folder: Path) -> None:
     site = stub_build.find_site()
     assert site is not None
     includes = [f"-isystem {path}" for path in stub_build.include_folders(site)]
-    runtime = next(device.glob("libcudart.so.*"))
+    runtime = next(device_folder.glob("libcudart.so.*"))
     folder.mkdir()
     nvcc = folder / "nvcc"
-    libraries = f"-Wl,-rpath,{device} {runtime}"
+    libraries = f"-Wl,-rpath,{device_folder} {runtime}"
     text = NVCC.format(folder=folder, includes=" ".join(includes), root=ROOT, libraries=libraries)
     nvcc.write_text(text)
     nvcc.chmod(0o755)
@@ -61,19 +61,19 @@ def make_copy(root: Path) -> None:
 
 
 def main(steps: list[str]) -> dict[str, Any]:
-    device = stub_build.build()
+    device_folder = stub_build.build()
     with tempfile.TemporaryDirectory() as folder:
         root, out = Path(folder, "copy"), Path(folder, "out")
         findings = Path(folder, "findings")
         findings.touch()
         make_copy(root)
-        write_nvcc(Path(folder, "bin"), device)
+        write_nvcc(Path(folder, "bin"), device_folder)
         environment = os.environ | {
             "PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT / "tests/cuda/startup"),
             "PYTHON": sys.executable,
             "OUT": str(out),
-            "FSDP_C_CUDA_SIM": str(device),
+            "FSDP_C_CUDA_SIM": str(device_folder),
             "FSDP_C_CUDA_FINDINGS": str(findings),
             "FSDP_C_CUDA_SEED": "1",
             "GPU_CHECK_SMALL": "1",

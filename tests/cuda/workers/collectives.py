@@ -23,7 +23,7 @@ FACTOR = 0.3
 
 
 class Ranks:
-    """The inputs of all ranks, and this rank's results."""
+    """The inputs of all ranks, and the results of their reductions by definition."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world

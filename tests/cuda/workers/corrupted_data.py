@@ -26,7 +26,7 @@ STEPS = 120
 STEPS_UNTIL_EXCEPTION = 1200
 """The most steps of a case with a fault."""
 LONGEST_WAIT_FOR_EXIT = timedelta(seconds=60)
-"""A rank waits for the end of the other one: NCCL would end it at the exit of this rank."""
+"""Each rank waits for the other one, which NCCL would end at the exit of this rank."""
 CASES = {
     # case: the shape of the mesh, and the fault of the device of rank 0 from its eleventh step on
     "sharded, equal": ((2,), {}),

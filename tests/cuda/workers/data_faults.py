@@ -2,9 +2,9 @@
 
 ``python data_faults.py RANK WORLD FILE`` is one rank of fsdp_c. It prints a JSON object, which has
 for each fault the number of trainings until the results differed, or 0. It also has whether results
-differ without a fault, and the findings of the device. Faults of NCCL are armed on
-rank 0. A dropped wait is a call by which fsdp_c orders streams. The call has no effect, on all
-ranks. Each training for such a fault drops another call and has another order of operations.
+differ without a fault, and the findings of the device. Faults of NCCL are armed on rank 0. A
+dropped wait is a call by which fsdp_c orders streams. The call has no effect, on all ranks. Each
+training for such a fault drops another call and has another order of operations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ VARIANTS = {"fsdp": "mixed", "offload": "offload", "replicate": "replicated"}
 """The variant of ``variants.py`` for a job of the bugs."""
 SEEDS = (1, 2, 3, 4)
 IDLE_MS = 2000
-"""So long that only waits of the host start operations. No host waits for another rank."""
+"""So long that only waits of the host start operations. No host waits for another rank, so the
+operations need no other start."""
 LAYERS = 4
 """Bugs that need another number of blocks do not run."""
 LIMIT = 60

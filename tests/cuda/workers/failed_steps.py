@@ -1,10 +1,10 @@
 """Trains on ranks that exchange data, after steps in which one call failed on all ranks.
 
-``python failed_steps.py RANK WORLD FILE ALLOCATOR`` is one rank. It prints a JSON object.
-``steps`` maps each job and each kind of call to a list. Entry n belongs to a step of fsdp_c in
-which the n-th call of the kind failed: its outcome, and the digest of the gradients of the next
-step. ``expected`` has the outcome under torch, None if torch makes no such call, and the digest of
-the same step without a failure. ``findings`` are those of the device.
+``python failed_steps.py RANK WORLD FILE ALLOCATOR`` is one rank. It prints a JSON object. ``steps``
+maps each job and each kind of call to a list. Each entry belongs to a step of fsdp_c in which one
+call of the kind failed: its outcome, and the digest of the gradients of the next step. ``expected``
+has the outcome under torch, None if torch makes no such call, and the digest of the same step
+without a failure. ``findings`` are those of the device.
 
 If a cudaMalloc fails, all later ones of the step fail, too. ALLOCATOR is "caching", or "direct":
 then each tensor is a cudaMalloc, and no other kind of call fails.
@@ -25,7 +25,7 @@ from failures import KINDS, LIMIT, outcome_of
 
 FAILING = ("cudaMalloc", "collective", "launch of fsdp_c")
 """Kinds of calls of ``failures.py``."""
-STEP_OF_DIRECT = 4
+DISTANCE_OF_DIRECT = 4
 """With the allocator "direct" every fourth cudaMalloc fails."""
 
 
@@ -106,7 +106,7 @@ def main(rank: int, world: int, file: str, allocator: str) -> dict[str, Any]:
     for name, shard in shard_functions(own, world).items():
         model = shard()
         digest_of_step(own, model, own.inputs(2)[0])
-        distance = STEP_OF_DIRECT if is_direct else 1
+        distance = DISTANCE_OF_DIRECT if is_direct else 1
         steps[name] = {kind: fail_steps(own, model, kind, distance) for kind in kinds}
     return {"expected": expected, "steps": steps, "findings": device.findings()}
 

@@ -18,7 +18,7 @@ from typing import Any
 import stub_runtime
 
 KINDS: dict[str, tuple[str, dict[str, int], int]] = {
-    # kind: (the setting that makes the n-th call fail, further settings, step of n)
+    # kind: (the setting that makes the n-th call fail, further settings, distance between these n)
     "cudaMalloc": ("fail_malloc", {"malloc_failures": 1000000}, 1),
     "cudaMalloc, retried": ("fail_malloc", {"malloc_failures": 1}, 1),
     "collective": ("fail_nccl", {"nccl_error": 3}, 1),

@@ -1,7 +1,7 @@
 """Prints what one training step does on the host and in memory, under torch's FSDP2 and fsdp_c.
 
 ``python figures.py`` runs every job in a process per implementation, on the simulated CUDA device.
-torch is the unmodified CUDA build. Substitutes of libcudart and libcuda (``stub_runtime.py``) count
+torch is the unmodified CUDA build. Substitutes of its CUDA libraries (``stub_runtime.py``) count
 launches, events, collectives and allocations. The table shows CPU times of a process minus those of
 the bare model, which is not sharded. Each time is the minimum over steps and ``--rounds``
 processes. ``--json FILE`` writes the numbers, with absolute times.
@@ -85,7 +85,7 @@ def run(implementation: str, name: str, arguments: argparse.Namespace) -> dict[s
 
 
 def run_rounds(name: str, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Runs all implementations in turn. Returns the counts of the last round, the minimal times."""
+    """Runs all implementations in turn. Returns counts of the last round, and minimal times."""
     results: dict[str, dict[str, Any]] = {}
     for _ in range(arguments.rounds):
         for implementation in IMPLEMENTATIONS:

@@ -321,7 +321,7 @@ class Training:
         return [unit[0] for unit in self.units] if self.job.roots else [self.model]
 
     def start_microbatch(self, index: int) -> None:
-        """Sets whether the units reduce after the next backward."""
+        """Sets what the units do after the next backward, according to the job."""
         job, last = self.job, index == self.job.microbatches - 1
         for root in self.roots:
             if job.sync_last or job.finalize:

@@ -2,8 +2,9 @@
 
 Their process group is that of tests/gpu/workers/one_rank_group.cpp, which calls NCCL.
 ``one_rank.py IMPLEMENTATION`` prints, for each training of ``VARIANTS``, the races that the device
-has found, and the number of calls of each NCCL function. No kernel runs, so the results of the
-trainings are not compared.
+has found, and the number of calls of each NCCL function. ``scatters`` is whether this torch calls
+NCCL for a reduce-scatter of one rank. No kernel runs, so the results of the trainings are not
+compared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A rank ends, or issues another collective, while its peers wait for it in the simulated NCCL.
 
-``python peers.py CASE RANK WORLD FILE`` is one rank. The last rank ends, or differs. A rank that
-does not end waits until a communicator was aborted. Then it prints a JSON object: the outcome of
-the step, and the findings of the device.
+``python peers.py CASE RANK WORLD FILE`` is one rank. In the case "ended" the last rank ends, and in
+"differs" it issues another collective. A rank that does not end waits until a communicator was
+aborted. Then it prints a JSON object: the outcome of the step, and the findings of the device.
 """
 
 from __future__ import annotations

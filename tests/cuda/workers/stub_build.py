@@ -33,13 +33,14 @@ HEADERS = (
     ROOT / "tests/c/fake_cuda/cuda_runtime.h",
 )
 STATE = ("clock", "stream", "executor", "capture", "memory", "control")
+"""Sources of the library that the substitutes share."""
 FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-Wall", "-Wextra")
 GENERATED_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w")
 
 
 @dataclass(frozen=True)
 class Substitute:
-    """A library that a substitute replaces."""
+    """A library of NVIDIA, and how its substitute is built."""
 
     name: str
     """File name without "lib" and version."""
@@ -122,7 +123,10 @@ def _digest(text: str) -> str:
 
 
 def _is_current(target: Path, *sources: Path) -> bool:
-    """Returns whether ``target`` was built from ``sources``. If not, the caller must build it."""
+    """Returns whether ``target`` was built from ``sources``.
+
+    If not, removes it and stores the digest of ``sources``. The caller must then build it.
+    """
     texts = [*FLAGS, *(path.read_text() for path in (*sources, *HEADERS))]
     stamp, digest = target.with_name(f".{target.name}.digest"), _digest("".join(texts))
     if target.exists() and stamp.exists() and stamp.read_text() == digest:

@@ -52,7 +52,10 @@ class Device:
                 raise ValueError(f"the device has no setting {name!r}")
 
     def get_calls_until_failure(self, name: str) -> int:
-        """Returns the number of calls until the armed failure; 0: the call has failed."""
+        """Returns the number of calls until the failure that the setting ``name`` arms.
+
+        0: the call has failed, or no failure is armed.
+        """
         self.lib.sim_get.restype = ctypes.c_long
         return int(self.lib.sim_get(name.encode()))
 

@@ -151,7 +151,7 @@ def capture_roots(training: Any, pool: Any, mode: str = "global") -> None:
 
 
 def capture_inner(training: Any, pool: Any) -> tuple[int, ...]:
-    """Replaces the module inside of each module of a unit by a graph of it.
+    """Replaces ``inner`` of each module of the units by its graph.
 
     Returns the addresses of the parameters in the graphs. ``make_graphed_callables`` returns each
     gradient in the memory of the graph, where the next replay overwrites it. If gradients are
@@ -177,7 +177,7 @@ def capture_inner(training: Any, pool: Any) -> tuple[int, ...]:
 
 
 def capture_computations(training: Any, pool: Any) -> None:
-    """Captures the modules inside of the units. Trains and evaluates."""
+    """Captures ``inner`` of each module of the units. Trains and evaluates."""
     import torch
 
     model = training.model

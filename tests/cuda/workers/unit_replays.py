@@ -1,10 +1,9 @@
-"""Compares steps with captured units with eager steps, bit by bit.
+"""Compares steps that replay captured units with eager steps, bit by bit.
 
 ``python unit_replays.py IMPLEMENTATION [CASE...]`` prints a JSON object. ``cases`` has for each
 case the digests of gradients and parameters of eager steps and of steps with graphs, or the
-exception.
-``findings`` are those of the device, which executes the work. The other ranks of the group have the
-same data (``loop_group.py``).
+exception. ``findings`` are those of the device, which executes the work. The other ranks of the
+group have the same data (``loop_group.py``).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def start_roots(training: Any, x: Any, captures: bool) -> Callable[[], None]:
 
 
 def start_computations(training: Any, x: Any, captures: bool) -> Callable[[], None]:
-    """The same. Graphs have the computations of the units only."""
+    """Like :func:`start_roots`, with graphs of the units' computations only."""
     import torch
     import unit_captures
 

@@ -27,7 +27,7 @@ TRAININGS = ("mixed", "uneven", "second_dim", "hsdp_mixed", "offload")
 
 
 def compile_kernels(device: torch.device) -> tuple[Backend, int]:
-    """Compiles the kernels for this device. Returns the result of ``kernel_library.jit``."""
+    """Compiles the kernels for this device. Returns them, and the address of their fck_backend."""
     from fsdp_c._runtime import jit
 
     return kernel_library.jit(jit.build_kernels(device))

@@ -124,6 +124,7 @@ def detect_stale_event(tools: Tools) -> dict[str, Any]:
 
 def detect_dropped_waits(tools: Tools, deadline: float) -> dict[str, Any]:
     waits = Waits()
+    counts: list[int] = []
     train = variants.VARIANTS[VARIANT]
 
     def run_without_wait(index: int) -> Outcome:
@@ -134,7 +135,6 @@ def detect_dropped_waits(tools: Tools, deadline: float) -> dict[str, Any]:
             counts.append(waits.count())
             waits.stop()
 
-    counts: list[int] = []
     expected, _ = run_without_wait(-1)
     limit = MAX_DROPPED if ON_CUDA else 12
     dropped, detected = [], []

@@ -3,9 +3,9 @@
 The models have from 85 M to 1.6 B parameters. The host limits the steps with few tokens, and the
 device those with wide blocks.
 
-loop_group.py simulates the other ranks, here without the delays by which other steps provoke
-errors. The numbers contain no network time: they compare two implementations on one device, and do
-not predict a cluster's speed. torch and fsdp_c run alternately.
+loop_group.py simulates the other ranks, here without the random pauses of the check ``races``. The
+numbers contain no network time: they compare two implementations on one device, and do not predict
+a cluster's speed. torch and fsdp_c run alternately.
 """
 
 from __future__ import annotations

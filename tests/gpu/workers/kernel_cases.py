@@ -78,9 +78,9 @@ def _fill(random: Any, size: int, numbers: list[tuple[int, int, int]]) -> Any:
 
 
 def _count(random: Any) -> int:
-    """Returns the number of items: few, more than a small batch, or more than a large batch.
+    """Returns a number of items: at most a few, a few small batches, or two large batches.
 
-    launcher.cuh launches batches of at most 78 and 629 items.
+    A small batch has at most 78 items, and a large one 629 (batch.cuh).
     """
     return int(random.integers(0, random.choice([12, 200, 1400], p=[0.86, 0.12, 0.02])))
 

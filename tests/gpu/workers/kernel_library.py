@@ -184,7 +184,7 @@ def cuda() -> Backend:
 def jit(functions: dict[str, int]) -> tuple[Backend, int]:
     """Returns a Backend of kernels that NVRTC compiled, and the address of its fck_backend.
 
-    ``functions``: the result of ``fsdp_c._runtime.jit.load_kernels``, whose keys are the fields of
+    ``functions``: the result of ``fsdp_c._runtime.jit.build_kernels``, whose keys are the fields of
     fck_jit_functions.
     """
     header = (KERNELS / "kernels_jit.h").read_text()

@@ -148,7 +148,7 @@ class LoopGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Any], options: Any = None) -> Work | None:
         averages = options is not None and options.reduceOp == dist.ReduceOp.AVG
-        # An average of equal data is that data. The factor gives other bits without the all-reduce.
+        # An average of equal data is that data. The factor makes a missing all-reduce visible.
         factor = 1 + 2**-10 if averages else self._size + 1.0
 
         def reduce() -> None:
@@ -241,7 +241,7 @@ def _join_native(size: int, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def without_pauses() -> Iterator[None]:
-    """Disables poison within the context, and pauses until the next ``DELAYS.seed``."""
+    """Disables poison within the context. Disables pauses until the next ``DELAYS.seed``."""
     LoopGroup.poison = False
     DELAYS.seed(0)
     try:

@@ -10,6 +10,7 @@ controls.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import subprocess
@@ -140,26 +141,26 @@ def format_controls(controls: Any) -> str:
 
 def run_in_processes(seeds: int, seconds: float) -> tuple[Digests, list[str], Any]:
     """Runs each part in its own process; used on CUDA, where processes share the device."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as folder:
+        start = functools.partial(start_race, Path(folder))
         parts = [
-            (name, start_race(folder, name, list(range(part, seeds, PARTS)), seconds, *group))
-            for name in IMPLEMENTATIONS
+            (implementation, start(implementation, [*range(part, seeds, PARTS)], seconds, *group))
+            for implementation in IMPLEMENTATIONS
             for part, group in enumerate([()] * (PARTS - 1) + [("--native",)])
             if part < seeds
         ]
         digests, failures = merge_results(
             [(implementation, part.result()) for implementation, part in parts]
         )
-        return digests, failures, start_controls(folder, 28).result()
+        return digests, failures, start_controls(Path(folder), 28).result()
 
 
 def run_native(seconds: float) -> list[tuple[str, Any]]:
     """Trains some variants over the C++ group, which needs processes of its own."""
     options = ("--native", "--variants", *NATIVE_VARIANTS)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        parts = [(i, start_race(folder, i, [0], seconds, *options)) for i in IMPLEMENTATIONS]
+    with tempfile.TemporaryDirectory() as folder:
+        start = functools.partial(start_race, Path(folder))
+        parts = [(name, start(name, [0], seconds, *options)) for name in IMPLEMENTATIONS]
         return [(implementation, part.result()) for implementation, part in parts]
 
 

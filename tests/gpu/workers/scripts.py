@@ -83,8 +83,8 @@ class Command:
 def start_compare(name: str, script: list[str], result: Path) -> Command:
     """Starts ``python -m fsdp_c compare`` of the script on one rank.
 
-    The script calls torch's functions, which ``compare`` replaces in every second run. It would
-    train more steps than ``compare`` lets it.
+    The script calls torch's functions, which ``compare`` replaces in every second run. ``compare``
+    ends each run before the script's own last step.
     """
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     launch += ["-m", "fsdp_c", "compare"]

@@ -1,4 +1,11 @@
-"""Adds a step to the check's summary: summary.py STEP STATUS LIMIT BEGIN, or --end SECONDS."""
+"""Adds a step to the summary of the GPU check, or at its end the totals.
+
+    summary.py STEP STATUS LIMIT BEGIN
+    summary.py --end SECONDS
+
+STATUS is the exit status of the step, or "late" if no time was left to start it. LIMIT is in
+seconds, BEGIN in seconds since the epoch. SECONDS is the duration of the check.
+"""
 
 from __future__ import annotations
 

@@ -192,7 +192,10 @@ def needs(supported: bool) -> Callable[[Variant], Variant]:
 
 
 def names(device: torch.device) -> list[str]:
-    """Returns the variants that the installed torch and the device support."""
+    """Returns the variants that the installed torch and the device support.
+
+    Variants with offload, or that are named after a stream, need a device with streams.
+    """
     supported = [name for name in VARIANTS if NEEDS.get(name, True)]
     has_streams = device.type != "cpu"
     return [name for name in supported if has_streams or not name.startswith(("offload", "on_a"))]
@@ -202,19 +205,19 @@ def units(model: Any) -> list[Any]:
     return [*model, model]
 
 
-def _all_sync(model: Any, last: bool) -> None:
-    model.set_requires_gradient_sync(last)
+def _sync_on_last(model: Any, is_last: bool) -> None:
+    model.set_requires_gradient_sync(is_last)
 
 
-def _all_reduce(model: Any, last: bool) -> None:
-    model.set_requires_all_reduce(last)
+def _all_reduce_on_last(model: Any, is_last: bool) -> None:
+    model.set_requires_all_reduce(is_last)
 
 
-def _reshard(model: Any, last: bool) -> None:
-    model.set_reshard_after_backward(last)
+def _reshard_on_last(model: Any, is_last: bool) -> None:
+    model.set_reshard_after_backward(is_last)
 
 
-def _second(param: nn.Parameter) -> Shard | None:
+def _place_on_dim_1(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim > 1 else None
 
 
@@ -241,7 +244,9 @@ def uneven(tools: Tools) -> list[Any]:
 
 @variant
 def second_dim(tools: Tools) -> list[Any]:
-    return tools.train(tools.shard(tools.blocks(), shard_placement_fn=_second, mp_policy=MIXED))
+    return tools.train(
+        tools.shard(tools.blocks(), shard_placement_fn=_place_on_dim_1, mp_policy=MIXED)
+    )
 
 
 @variant
@@ -257,9 +262,9 @@ def smaller_group(tools: Tools) -> list[Any]:
 @variant
 def prefetched(tools: Tools) -> list[Any]:
     model = tools.shard(tools.blocks())
-    for now, then in itertools.pairwise(model):
-        now.set_modules_to_forward_prefetch([then])
-        then.set_modules_to_backward_prefetch([now])
+    for block, next_block in itertools.pairwise(model):
+        block.set_modules_to_forward_prefetch([next_block])
+        next_block.set_modules_to_backward_prefetch([block])
     return tools.train(model)
 
 
@@ -283,12 +288,12 @@ def asynchronous_gathers(tools: Tools) -> list[Any]:
 
 @variant
 def accumulated(tools: Tools) -> list[Any]:
-    return tools.train(tools.shard(tools.blocks(), mp_policy=MIXED), micro=3, sync=_all_sync)
+    return tools.train(tools.shard(tools.blocks(), mp_policy=MIXED), micro=3, sync=_sync_on_last)
 
 
 @variant
 def without_reshard_after_backward(tools: Tools) -> list[Any]:
-    return tools.train(tools.shard(tools.blocks()), micro=2, sync=_reshard)
+    return tools.train(tools.shard(tools.blocks()), micro=2, sync=_reshard_on_last)
 
 
 @variant
@@ -304,7 +309,7 @@ def hsdp_mixed(tools: Tools) -> list[Any]:
 @variant
 def hsdp_partial(tools: Tools) -> list[Any]:
     model = tools.shard(tools.blocks(), mesh=tools.hybrid, mp_policy=MIXED)
-    return tools.train(model, micro=3, sync=_all_reduce)
+    return tools.train(model, micro=3, sync=_all_reduce_on_last)
 
 
 @variant
@@ -316,7 +321,7 @@ def hsdp_with_a_reduce_hook(tools: Tools) -> list[Any]:
 
 
 @variant
-def on_a_stream_of_the_hook(tools: Tools) -> list[Any]:
+def on_a_reduce_hook_stream(tools: Tools) -> list[Any]:
     model = tools.shard(tools.blocks(), mp_policy=MIXED)
     stream = tools.module().Stream()
     for unit in units(model):
@@ -339,7 +344,7 @@ def on_a_side_stream(tools: Tools) -> list[Any]:
 @variant
 def replicated(tools: Tools) -> list[Any]:
     model = tools.replicate(tools.blocks(), mesh=tools.flat)
-    return tools.train(model, micro=2, sync=_all_sync)
+    return tools.train(model, micro=2, sync=_sync_on_last)
 
 
 @variant
