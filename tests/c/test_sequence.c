@@ -141,10 +141,10 @@ static void compare_after_the_largest_number_of_groups(void) {
     }
     (void)compare(n, 7, false);
     for (int i = 0; i < me.world; i++) {
-        require(!is_accepted(n, FCT_USE_GATHER) && !shm_negotiation_compares_sizes(n));
+        require(!negotiate(n, FCT_USE_GATHER) && !shm_negotiation_compares_sizes(n));
         require(gather(n, "a", 8) == 0);
     }
-    require(!is_accepted(n, FCT_USE_GATHER) && shm_negotiation_compares_sizes(n));
+    require(!negotiate(n, FCT_USE_GATHER) && shm_negotiation_compares_sizes(n));
     end(n);
 }
 
