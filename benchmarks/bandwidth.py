@@ -32,7 +32,7 @@ from report import format_table, get_implementations, parse_positive, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/gpu/workers"))
 
-from kernel_library import Backend, Column, Gradient, Segment, array
+from kernel_library import Backend, Gradient, Segment, Slot, array
 
 import fsdp_c._C as _C
 from fsdp_c._compat.shutdown import wait_for_threads
@@ -114,8 +114,8 @@ def make_kernel_calls(size: int) -> Calls:
         for a, b in parts
     ]  # fmt: skip
     bytes_per_rank = numel * 4 // RANKS
-    columns = [
-        Column(dst=b.data_ptr(), offset=i * bytes_per_rank, bytes=bytes_per_rank, blocks=1)
+    slots = [
+        Slot(dst=b.data_ptr(), offset=i * bytes_per_rank, bytes=bytes_per_rank, blocks=1)
         for i, (_, b) in enumerate(parts)
     ]
     gradients = [
@@ -123,16 +123,16 @@ def make_kernel_calls(size: int) -> Calls:
                  blocks=1, itemsize=4, src_dtype=FLOAT32)
         for i, (a, _) in enumerate(parts)
     ]  # fmt: skip
-    segments_array, columns_array = array(Segment, segments), array(Column, columns)
+    segments_array, slots_array = array(Segment, segments), array(Slot, slots)
     gradients_array = array(Gradient, gradients)
-    src, dst, row_bytes = source.data_ptr(), target.data_ptr(), size // RANKS
+    src, dst, rank_bytes = source.data_ptr(), target.data_ptr(), size // RANKS
     keep_alive = (source, target)
     return {
         "memcpy": lambda keep_alive=keep_alive: ctypes.memmove(dst, src, size),
         "pack": lambda: backend.pack(segments_array),
-        "unpack": lambda: backend.unpack(src, row_bytes, RANKS, columns_array),
+        "unpack": lambda: backend.unpack(src, rank_bytes, RANKS, slots_array),
         "pack gradients": lambda: backend.pack_gradients(
-            gradients_array, RANKS, dst, row_bytes // 4, FLOAT32
+            gradients_array, RANKS, dst, rank_bytes // 4, FLOAT32
         ),
     }
 

@@ -135,7 +135,7 @@ def _make_arm(trainer: DeviceTrainer, place: str, n: int) -> Callable[[], None]:
         elif place == "backward":
             trainer.backward_fault = n
         else:
-            trainer.user_fault.left = n
+            trainer.user_fault.calls_left = n
 
     return arm
 
