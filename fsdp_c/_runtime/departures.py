@@ -214,18 +214,18 @@ class Departures:
     def _publish(self, key: str, request: ComparisonRequest) -> None:
         self._store.set(key, json.dumps(asdict(request)))
 
-    def publish(self, request: ComparisonRequest) -> int:
-        """Publishes a request of this rank, and returns its number.
+    def publish(self, request: ComparisonRequest) -> str:
+        """Publishes a request of this rank, and returns its key.
 
         The request is never closed: all ranks must read its result.
         """
-        number = int(self._store.add(_REQUESTS, 1))
-        self._publish(f"{_REQUESTS}/{number}", request)
-        return number
+        key = self._make_key()
+        self._publish(key, request)
+        return key
 
-    def is_open(self, number: int) -> bool:
+    def is_open(self, key: str) -> bool:
         """Whether the request has no published difference."""
-        return not self._store.check([f"{_REQUESTS}/{number}/difference"])
+        return not self._store.check([f"{key}/difference"])
 
     def has_open_requests(self) -> bool:
         """Whether this rank has read, or waits for, a request without a published difference."""

@@ -96,10 +96,10 @@ class Progress:
 _lock = threading.Lock()  # held while `_groups` is changed or copied
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Progress] = weakref.WeakKeyDictionary()
 """The compared process groups."""
-_requests: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, float]] = (
+_requests: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, float]] = (
     weakref.WeakKeyDictionary()
 )
-"""This rank's latest requests: their numbers and times."""
+"""This rank's latest requests: their keys and times."""
 
 
 def prepare(process_group: dist.ProcessGroup) -> None:
@@ -140,15 +140,15 @@ def compare() -> None:
     with _lock:
         groups = list(_groups.items())
     for process_group, progress in groups:
-        number, published_at = _requests.get(process_group, (0, 0.0))
+        key, published_at = _requests.get(process_group, ("", 0.0))
         is_late = time.monotonic() - published_at > RETRY
-        if number and not (is_late and get_departures().is_open(number)):
+        if key and not (is_late and get_departures().is_open(key)):
             continue
         try:
             request = _exchange(process_group, progress)
             if request is not None:
-                number = get_departures().publish(request)
-                _requests[process_group] = (number, time.monotonic())
+                key = get_departures().publish(request)
+                _requests[process_group] = (key, time.monotonic())
         except (KeyError, RuntimeError, ValueError):  # the process group has ended
             if progress.end > 0:  # else it has not issued its first collective
                 remove(process_group)
