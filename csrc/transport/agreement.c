@@ -322,6 +322,8 @@ void op_entries_describe_difference(const op_entry_list *a, const op_entry_list 
         describe_data(a, b, difference->text, sizeof difference->text);
         return;
     }
+    /* An equal label may follow a different one; an equal hash does not. */
+    const bool may_be_earlier = issued && oldest > 0 && first.hash != second.hash;
     while (number < end && is_equal(&first, &second)) {
         number++;
         first = entry_with_number(a, number);
@@ -332,7 +334,6 @@ void op_entries_describe_difference(const op_entry_list *a, const op_entry_list 
         second = entry_with_number(b, end_b - 1);
         write_difference(&first, &second, ranks, " before these collectives", difference);
     } else if (number < largest_end) {
-        const bool may_be_earlier = issued && number == oldest && oldest > 0;
         write_difference(&first, &second, ranks,
                          may_be_earlier ? " at or before this collective" : "", difference);
     } else {

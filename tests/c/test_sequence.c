@@ -242,7 +242,8 @@ static void collectives_of_a_stopped_group_raise(void **state) {
 /* ---- lists of two ranks ---- */
 
 static op_entry entry(uint64_t kind, const char *name) {
-    op_entry result = {.hash = 1, .kind = kind, .label = {.unit = (uint64_t)name[0], .step = 1}};
+    const uint64_t unit = (uint64_t)name[0];
+    op_entry result = {.hash = 1 + unit, .kind = kind, .label = {.unit = unit, .step = 1}};
     (void)snprintf(result.label.name, sizeof result.label.name, "%s", name);
     return result;
 }
@@ -266,6 +267,24 @@ static void difference_before_the_issued_collectives_of_two_lists_is_described(v
     assert_string_equal(difference.text,
                         "collective mismatch at or before this collective: rank 0 gathers 'a' "
                         "(step 1, forward), rank 2 gathers 'b' (step 1, forward)");
+}
+
+/* The lists begin with an equal label. Equal hashes show that all earlier labels are equal, too. */
+static void first_different_collective_is_exact_only_if_hashes_were_equal_before(void **state) {
+    (void)state;
+    const op_entry a[] = {entry(FCT_OP_ALL_GATHER, "a"), entry(FCT_OP_ALL_GATHER, "b")};
+    op_entry b[] = {entry(FCT_OP_ALL_GATHER, "a"), entry(FCT_OP_ALL_GATHER, "c")};
+    const op_entry_list first = {.rank = 0, .first = 4, .count = 2, .entries = a};
+    const op_entry_list second = {.rank = 1, .first = 4, .count = 2, .entries = b};
+    fct_difference difference;
+    op_entries_describe_difference(&first, &second, true, &difference);
+    assert_string_equal(difference.text, "collective mismatch: rank 0 gathers 'b' (step 1, "
+                                         "forward), rank 1 gathers 'c' (step 1, forward)");
+    b[0].hash++;
+    op_entries_describe_difference(&first, &second, true, &difference);
+    assert_string_equal(difference.text,
+                        "collective mismatch at or before this collective: rank 0 gathers 'b' "
+                        "(step 1, forward), rank 1 gathers 'c' (step 1, forward)");
 }
 
 static void first_difference_of_the_collectives_of_two_ranks_is_described(void **state) {
@@ -301,6 +320,7 @@ int main(void) {
         cmocka_unit_test(interrupted_rank_must_issue_the_collective_that_all_ranks_issue),
         cmocka_unit_test(collectives_of_a_stopped_group_raise),
         cmocka_unit_test(difference_before_the_issued_collectives_of_two_lists_is_described),
+        cmocka_unit_test(first_different_collective_is_exact_only_if_hashes_were_equal_before),
         cmocka_unit_test(first_difference_of_the_collectives_of_two_ranks_is_described),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -68,7 +68,7 @@ def test_different_order_of_many_collectives_between_comparisons_raises_on_both_
     for messages in run_ranks(run_worker, tmp_path, "fast"):
         text = messages["fast order"]["raised"]
         assert " failed on rank " in text
-        assert "collective mismatch " in text
+        assert "collective mismatch" in text
         assert "rank 0 gathers '" in text and "rank 1 gathers '" in text
 
 

@@ -122,6 +122,13 @@ TRANSPORT_MUTATIONS = {
         "test_label_blocks",
         "[  FAILED  ] only_blocks_with_another_label_have_another_hash",
     ),
+    "equal label is said to follow equal labels only": Mutation(
+        "agreement",
+        "oldest > 0 && first.hash != second.hash;",
+        "oldest > 0 && !is_equal(&first, &second);",
+        "test_sequence",
+        "[  FAILED  ] first_different_collective_is_exact_only_if_hashes_were_equal_before",
+    ),
     "interrupted agreement is not finished before the next collective": Mutation(
         "negotiation",
         "    if (shm_negotiation_check_stopped(n) != 0 || finish_agreement(n, pg) != 0) {",
