@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from consistent_programs import run_programs
 from divergence import LIMIT_SECONDS, SIZE, Block, Model
+from error_messages import error_message
 from recorded_operators import RecordedOperators
+from releases import has
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_c
@@ -140,26 +142,13 @@ def train_after_mismatch(rank: int, world_size: int) -> tuple[bool, list[bool]]:
     program.step()
     if rank == world_size - 1:
         program.models[0].order = [0, 2, 1, 3]
-    raised = False
-    try:
-        program.step()
-    except RuntimeError as error:
-        raised = "collective mismatch" in str(error)
+    raised = "collective mismatch" in error_message(program.step)
     program.reset()
     program.models[0].order = [0, 1, 2, 3]
     for _ in range(2):
         program.step()
     equal = [torch.equal(a, b) for a, b in zip(program.shards(), expected.shards())]
     return raised, equal
-
-
-def _try_step(program: Program) -> str:
-    """Returns the exception of a step, or ""."""
-    try:
-        program.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def swap_equal_roots(rank: int, world_size: int) -> str:
@@ -170,7 +159,7 @@ def swap_equal_roots(rank: int, world_size: int) -> str:
         program.step()
     if rank == world_size - 1:
         program.diverge("another root")
-    return _try_step(program)
+    return error_message(program.step)
 
 
 def diverge_after_early_unshard(rank: int, world_size: int) -> tuple[str, str]:
@@ -178,10 +167,10 @@ def diverge_after_early_unshard(rank: int, world_size: int) -> tuple[str, str]:
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
     program = Program(DeviceMesh.from_group(group, "cpu"))
     program.models[0].blocks[0].unshard()
-    equal = _try_step(program) + _try_step(program)
+    equal = error_message(program.step) + error_message(program.step)
     if rank == world_size - 1:
         program.diverge("another order of blocks")
-    return equal, _try_step(program)
+    return equal, error_message(program.step)
 
 
 # ---- programs that must not raise ----------------------------------------------------------------
@@ -264,7 +253,7 @@ def replicated_forward_on_one_rank(rank: int, group: Any) -> None:
 
 
 def transform_of_functorch(rank: int, group: Any) -> None:
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+    if not has("2.13"):
         return  # FSDP2 does not support such transforms
     model = _make_model(group)
     torch.func.grad(lambda x: model(x).sum())(torch.ones(2, SIZE))
@@ -295,11 +284,7 @@ def run_hsdp(rank: int, world_size: int, diverges: bool) -> str:
     _train(model)
     if diverges and rank == 3:
         model.order = [0, 2, 1, 3]
-    try:
-        _train(model, 1)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_message(lambda: _train(model, 1))
 
 
 def count_observed(rank: int, world_size: int) -> tuple[dict[str, int], list[str], list[str]]:

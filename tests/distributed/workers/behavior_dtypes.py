@@ -324,7 +324,7 @@ def unreduced_gradients_read_before_reduction(api: Api) -> dict[str, Any]:
         model(x).sum().backward()
         loss = model(x).sum()
         waiting = [param.grad for param in model.parameters() if param.grad is not None]
-        results[f"{dtype} waits"] = [storable(grad) for grad in waiting]
+        results[f"{dtype} waits"] = [grad.clone() for grad in waiting]
         model.set_requires_gradient_sync(True)
         loss.backward()
         results[f"{dtype} reduced"] = [full_value(p.grad) for p in model.parameters()]

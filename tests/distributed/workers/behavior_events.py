@@ -220,22 +220,26 @@ class Chunked(nn.Module):
 
 @scenario()
 def gathers_of_chunked_steps(api: Api) -> dict[str, Any]:
-    """Gathers per step; the head runs within forward, or after it for each chunk."""
+    """Returns the gathers of steps whose head runs within forward, or after it for each chunk."""
     torch.manual_seed(7)
     model = Chunked()
     api.fully_shard([model.norm, model.head])
     api.fully_shard(model)
-    counts: list[int] = []
+    counts: list[tuple[str, int]] = []
     for at_once in (True, False, True, False, False, True):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             model.step(batch(api.rank), at_once)
-        counts.append(ranges(profiler).count("FSDP::all_gather (norm, head)"))
+        count = ranges(profiler).count("FSDP::all_gather (norm, head)")
+        counts.append(("within forward" if at_once else "after forward", count))
     return {"counts": counts, "grads": grads(model)}
 
 
 @scenario()
 def counts_of_accumulation(api: Api) -> dict[str, Any]:
-    """Records collectives of three microbatches. In the last one, all or some modules reduce."""
+    """Records collectives of three microbatches.
+
+    Before the last one all modules, the root only, or one block skip their reductions.
+    """
     results: dict[str, Any] = {}
     for forward, backward, mode in itertools.product(
         (None, True, False), (True, False), ("all", "root", "one block")
@@ -251,7 +255,8 @@ def counts_of_accumulation(api: Api) -> dict[str, Any]:
             model.set_is_last_backward(last)
             model.set_reshard_after_backward(last or backward)
             counts += collectives(functools.partial(step, model, api.rank))
-        results[f"{mode}, reshard {forward} {backward}"] = [counts, grads(model)]
+        case = f"{mode}, reshard after forward {forward}, after backward {backward}"
+        results[case] = [counts, grads(model)]
     return results
 
 

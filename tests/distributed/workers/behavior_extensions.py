@@ -269,6 +269,7 @@ def hooks_of_extensions_in_evaluations(api: Api) -> list[Any]:
 
 @scenario()
 def hooks_of_extensions_in_two_dtypes(api: Api) -> list[Any]:
+    """Gathers biases in bfloat16, which represents their values, and weights in float32."""
     model = layers()
     for layer in model:
         layer.bias.requires_grad_(False)
@@ -310,7 +311,8 @@ def hooks_of_extensions_that_are_replicated(api: Api) -> list[Any]:
 def extension_inputs_of_varying_size(api: Api) -> list[Any]:
     """Each call of the pre hook makes the second input, and its output, one element longer.
 
-    Returns the lengths of the second output, each with the length of the input.
+    Returns results with the hooks and without, the lengths of each second output and of its
+    input, and the memory that remains.
     """
     model = shard_layers(api, layers())
     sizes: list[int] = []
@@ -344,10 +346,11 @@ def outputs_changed_while_a_parameter_shares_their_memory(api: Api) -> Any:
     local.fsdp_post_all_gather = lambda outputs, meta, dtype, out=None: (outputs[0], outputs)
     model(batch(api.rank)).sum().backward()
     types.reverse()
-    return first_line_of(lambda: model(batch(api.rank)))
+    return error_of(lambda: model(batch(api.rank)))
 
 
-def first_line_of(call: Callable[[], Any]) -> Any:
+def error_of(call: Callable[[], Any]) -> Any:
+    """Returns the type of the exception and the first line of its message, or None."""
     try:
         call()
     except Exception as error:
@@ -387,16 +390,16 @@ def hooks_with_invalid_results(api: Api) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, pre in INVALID_PRE.items():
         model = shard_with_invalid_hooks(api, pre)
-        results[f"pre: {name}"] = first_line_of(lambda m=model: m(batch(0)))  # type: ignore[misc]
+        results[f"pre: {name}"] = error_of(lambda m=model: m(batch(0)))  # type: ignore[misc]
     for name, make in INVALID_POST.items():
         model = shard_with_invalid_hooks(api, make=make)
-        results[f"post: {name}"] = first_line_of(lambda m=model: m(batch(0)))  # type: ignore[misc]
+        results[f"post: {name}"] = error_of(lambda m=model: m(batch(0)))  # type: ignore[misc]
     model = shard_layers(api, layers())
     model[0].weight._local_tensor.fsdp_pre_all_gather = lambda a, b: None
-    results["only the pre hook"] = first_line_of(lambda: model(batch(0)))
+    results["only the pre hook"] = error_of(lambda: model(batch(0)))
     model = shard_with_invalid_hooks(api)
     model[0].weight._local_tensor.fsdp_pre_all_gather = lambda a, b: None
-    results["two arguments"] = first_line_of(lambda: model(batch(0)))
+    results["two arguments"] = error_of(lambda: model(batch(0)))
     return results
 
 
@@ -406,7 +409,7 @@ def extensions_resharded_to_a_smaller_group(api: Api) -> dict[str, Any]:
     for name, send, make in (("one", send_unchanged, first), ("several", halves, sum_up)):
         model = shard_layers(api, layers(), reshard_after_forward=2)
         Hooks(model).install(send, make)
-        results[name] = first_line_of(lambda m=model: m(batch(0)).sum().backward())  # type: ignore[misc]
+        results[name] = error_of(lambda m=model: m(batch(0)).sum().backward())  # type: ignore[misc]
     return results
 
 
@@ -422,12 +425,12 @@ def failing_hooks(api: Api) -> dict[str, Any]:
                 model(batch(api.rank)).sum().backward()
                 model.zero_grad()
             hooks.fails = kind
-            raised = first_line_of(lambda m=model: m(batch(0)))  # type: ignore[misc]
+            raised = error_of(lambda m=model: m(batch(0)))  # type: ignore[misc]
             hooks.fails = ""
             after: Any = None
             if api.is_fsdp_c:
                 allocated = memory(model)
-                retry_error = first_line_of(lambda m=model: m(batch(0)))  # type: ignore[misc]
+                retry_error = error_of(lambda m=model: m(batch(0)))  # type: ignore[misc]
                 model.reset_iter_state()
                 after = [sum(allocated), retry_error, sum(memory(model)), steps(model, api.rank)]
             results[f"{kind}, {when}"] = [raised, after]

@@ -72,7 +72,7 @@ def assert_continues(
     model: Any,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Trains the remaining steps and asserts equal losses and, on rank 0, equal weights."""
+    """Trains the remaining steps. Asserts equal losses and, if ``weights`` are given, weights."""
     losses = train(model, optimizer, range(SAVED, STEPS))
     torch.testing.assert_close(losses, expected, rtol=0, atol=0)
     full = {name: p.full_tensor().detach() for name, p in model.named_parameters()}

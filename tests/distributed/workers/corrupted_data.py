@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from error_messages import error_message
 from torch._C._distributed_c10d import Work
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,12 +59,8 @@ def make_model(mesh: DeviceMesh) -> Any:
 
 
 def run_step(model: Any) -> str:
-    """Runs forward and backward. Returns the exception's text, or ""."""
-    try:
-        model(torch.ones(2, SIZE)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    """Runs forward and backward. Returns the error's message, or ""."""
+    return error_message(lambda: model(torch.ones(2, SIZE)).sum().backward())
 
 
 def read_gradients(model: Any) -> list[torch.Tensor]:
@@ -140,11 +137,8 @@ def corrupt_message(rank: int, world_size: int) -> list[str]:
             if rank == 1:
                 flip_bit_of_message(shard.numpy().tobytes())
                 dist.barrier()
-        try:
-            model(x).sum().backward()
-            texts.append("")
-        except RuntimeError as error:
-            texts.append(str(error))
+        texts.append(error_message(lambda: model(x).sum().backward()))
+        if texts[-1]:
             model.reset_iter_state()
         model.zero_grad()
         dist.barrier()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from error_messages import error_message
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -392,11 +393,8 @@ def depart_alone(rank: int, world_size: int) -> str:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2.0), group)
     message = ""
     if rank == 0:
-        try:
-            with torch.no_grad():
-                model.blocks[2](torch.ones(2, SIZE))
-        except RuntimeError as error:
-            message = str(error)
+        with torch.no_grad():
+            message = error_message(lambda: model.blocks[2](torch.ones(2, SIZE)))
     dist.barrier()
     return message
 
@@ -420,14 +418,9 @@ def depart_after_an_interruption(rank: int, world_size: int) -> tuple[bool, str]
             interrupted = True
         model.reset_iter_state()
     dist.barrier()
-    try:
-        if rank == 0:
-            model.blocks[2](torch.ones(2, SIZE))
-        else:
-            train(model)
-    except RuntimeError as error:
-        return interrupted, str(error)
-    return interrupted, ""
+    if rank == 0:
+        return interrupted, error_message(lambda: model.blocks[2](torch.ones(2, SIZE)))
+    return interrupted, error_message(lambda: train(model))
 
 
 def _raise_interrupt(number: int, frame: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from divergence import LIMIT_SECONDS, SIZE, Block, Model
-from shared_memory import error_message
+from error_messages import error_message
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_c

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
 import torch.nn as nn
+from error_messages import error_message
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
@@ -441,15 +442,6 @@ def train_steps_ahead(rank: int, world: int) -> None:
 
 
 # ---- errors and ends ----
-
-
-def error_message(run: Callable[[], object]) -> str:
-    """Returns the message of the RuntimeError of ``run``, or an empty string."""
-    try:
-        run()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def _sizes_differ(group: dist.ProcessGroup) -> Callable[[], object]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as torch_param_group
 import torch.nn as nn
+from error_messages import error_message
 from recorded_operators import RecordedOperators
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import (
@@ -391,15 +392,6 @@ def switch_transports(rank: int, world: int) -> dict[str, tuple[list[bool], ...]
     return results
 
 
-def _error_message(run: Callable[[], object]) -> str:
-    """Returns the message of the RuntimeError that ``run`` must raise."""
-    try:
-        run()
-    except RuntimeError as error:
-        return str(error)
-    raise AssertionError("nothing was raised")
-
-
 def _step(model: nn.Module) -> None:
     model(torch.ones(5, 33)).square().mean().backward()
 
@@ -413,7 +405,7 @@ def wait_with_shorter_timeout(rank: int, world: int) -> str:
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["given up"])
-    failure = _error_message(lambda: _step(model))
+    failure = error_message(lambda: _step(model))
     store.set("given up", "")
     return failure
 
@@ -430,4 +422,4 @@ def evaluate_on_one_rank(rank: int, world: int) -> str:
                 model(torch.ones(5, 33))
         _step(model)
 
-    return _error_message(step)
+    return error_message(step)

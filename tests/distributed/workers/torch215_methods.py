@@ -20,7 +20,8 @@ from fsdp_c import GradientReductionHandle, MixedPrecisionPolicy
 Found = dict[str, Any]
 
 
-def error_message(call: Callable[[], Any]) -> str:
+def describe_error(call: Callable[[], Any]) -> str:
+    """Returns the type and the message of a RuntimeError or ValueError, or an empty string."""
     try:
         call()
     except (RuntimeError, ValueError) as error:
@@ -195,29 +196,29 @@ def invalid_finalizations(api: Api) -> Found:
     model.finalize_backward(async_op=True).wait()
     loss_of(model(batch(api.rank))).backward()
     results |= {
-        "automatic mode": error_message(model.finalize_backward),
-        "mode of child": error_message(lambda: model[0].set_manual_backward_finalization(True)),
+        "automatic mode": describe_error(model.finalize_backward),
+        "mode of child": describe_error(lambda: model[0].set_manual_backward_finalization(True)),
     }
     x = batch(api.rank).requires_grad_()
     output = model(x)
 
     def change(grad: torch.Tensor) -> None:
-        results["during backward"] = error_message(
+        results["during backward"] = describe_error(
             lambda: model.set_manual_backward_finalization(True)
         )
 
     x.register_hook(change)
     loss_of(output).backward()
     model.set_manual_backward_finalization(True)
-    results["finalization of child"] = error_message(model[0].finalize_backward)
+    results["finalization of child"] = describe_error(model[0].finalize_backward)
     loss_of(model(batch(api.rank))).backward()
     handle = model.finalize_backward(async_op=True)
-    results["pending"] = error_message(model.finalize_backward)
-    results["mode while pending"] = error_message(
+    results["pending"] = describe_error(model.finalize_backward)
+    results["mode while pending"] = describe_error(
         lambda: model.set_manual_backward_finalization(False)
     )
     handle.wait()
-    results["mode after wait"] = error_message(
+    results["mode after wait"] = describe_error(
         lambda: model.set_manual_backward_finalization(False)
     )
     return results
@@ -227,7 +228,7 @@ def invalid_finalizations(api: Api) -> Found:
 def manual_mode_of_a_unit_before_the_first_forward(api: Api) -> str:
     model = shard(api, blocks_and_head())
     model[0].set_manual_backward_finalization(True)
-    return error_message(lambda: model(batch(api.rank)))
+    return describe_error(lambda: model(batch(api.rank)))
 
 
 @scenario()
@@ -237,7 +238,7 @@ def finalization_after_a_reset(api: Api) -> Found:
     loss_of(model(batch(api.rank, 5))).backward()
     handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
-    refused = error_message(handle.wait)
+    refused = describe_error(handle.wait)
     model.zero_grad()
     loss_of(model(batch(api.rank))).backward()
     model.finalize_backward()
@@ -251,7 +252,7 @@ def finalization_with_replicas(api: Api) -> Found:
     model.set_manual_backward_finalization(True)
     model.set_requires_all_reduce(False)
     loss_of(model(batch(api.rank))).backward()
-    refused = error_message(model.finalize_backward)
+    refused = describe_error(model.finalize_backward)
     model.set_requires_all_reduce(True)
     model.finalize_backward()
     return {"refused": refused, "found": grads(model), "expected": reference(api.rank, 1)}
@@ -322,7 +323,7 @@ def invalid_dtype_overrides(api: Api) -> Found:
     def shard_with(dtype: Any) -> str:
         policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: dtype)
         model = dtype_recorder()
-        text = error_message(lambda: api.fully_shard(model, mp_policy=policy))
+        text = describe_error(lambda: api.fully_shard(model, mp_policy=policy))
         assert type(model) is DtypeRecorder and type(model.scale) is nn.Parameter
         return text
 

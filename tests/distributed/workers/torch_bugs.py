@@ -253,8 +253,9 @@ def training_after_evaluations(api: Api) -> dict[str, Any]:
     with torch.no_grad():
         for _ in range(3):
             model(batch(api.rank))
-    order = None if api.is_fsdp_c else len(model._get_fsdp_state()._comm_ctx.post_forward_order)
-    return {"before": before, "after": gathers_of_a_step(), "order": order}
+    context = model._get_fsdp_state()._comm_ctx
+    forwards = None if api.is_fsdp_c else len(context.post_forward_order)
+    return {"before": before, "after": gathers_of_a_step(), "recorded forwards": forwards}
 
 
 @scenario()

@@ -163,13 +163,13 @@ def hook_module(
 ) -> None:
     target = world.module(model, module)
     if raising:
-        hook: Any = raise_once(world, name)
+        hook: Any = raise_once(name)
     else:
         hook = recording_hook(world, f"{name} of {module}")
     world.hooks.append(getattr(target, name)(hook, prepend=prepend))
 
 
-def raise_once(world: World, name: str) -> Callable[..., None]:
+def raise_once(name: str) -> Callable[..., None]:
     remaining = [name]
 
     def hook(*args: Any) -> None:
@@ -183,7 +183,7 @@ def raise_once(world: World, name: str) -> Callable[..., None]:
 def hook_parameter(world: World, model: int, parameter: int, name: str, raising: bool) -> None:
     target = world.parameter(model, parameter)
     if raising:
-        hook: Any = raise_once(world, name)
+        hook: Any = raise_once(name)
     else:
         hook = recording_hook(world, f"{name} of {parameter}")
     world.hooks.append(getattr(target, name)(hook))
@@ -193,7 +193,7 @@ def hook_parameter(world: World, model: int, parameter: int, name: str, raising:
 def hook_output(world: World, index: int, raising: bool) -> None:
     for tensor in tensors(choose(world.outputs, index))[:1]:
         if tensor.requires_grad:
-            hook = raise_once(world, "an output") if raising else recording_hook(world, "an output")
+            hook = raise_once("an output") if raising else recording_hook(world, "an output")
             world.hooks.append(tensor.register_hook(hook))
 
 

@@ -246,9 +246,9 @@ def changed_before_backward(mismatch: Mismatch) -> bool:
     *earlier, last = [name for name, _ in mismatch.program]
     if last != "backward" or "was changed in place between" not in mismatch.by_fsdp_c[0]:
         return False
-    own = {"forward", "forward_of_module", "call_other_method", "evaluate_within_forward"}
-    forwards = [index for index, name in enumerate(earlier) if name in own]
-    return any(name in WRITING for name in earlier[forwards[-1] :])
+    forwards = {"forward", "forward_of_module", "call_other_method", "evaluate_within_forward"}
+    last_forward = max(index for index, name in enumerate(earlier) if name in forwards)
+    return any(name in WRITING for name in earlier[last_forward:])
 
 
 @rule("a call of a group that raises before lazy init leaves the training state; torch sets it")

@@ -178,7 +178,7 @@ def tensor_entries(entries: list[Entry]) -> list[Entry]:
 def differences(
     torch_entries: list[Entry], fsdp_c_entries: list[Entry], limit: int = 8
 ) -> list[str]:
-    """Lists the differences between two records, in at most ``limit`` lines."""
+    """Lists the first ``limit`` differences between two records, and different lengths."""
     lines: list[str] = []
     for index, (left, right) in enumerate(zip(torch_entries, fsdp_c_entries, strict=False)):
         if left != right:

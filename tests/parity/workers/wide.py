@@ -87,10 +87,10 @@ def _anchors() -> list[Placed]:
         settings.append(remove_conflicts(launch, replace(setting, **values)))
 
     for launch, mesh, _ in PLACES:
-        # With three dimensions, torch's sharding propagation takes a second per shape and dtype.
-        # The anchors there use one model in float32.
-        has_three_dims = mesh == "dims_hsdp"
-        start = replace(plain, mesh=mesh, family="odd" if has_three_dims else "even")
+        # On three dimensions of all parameters, torch's sharding propagation takes a second per
+        # shape and dtype. The anchors there use one model in float32.
+        is_slow = mesh == "dims_hsdp"
+        start = replace(plain, mesh=mesh, family="odd" if is_slow else "even")
         for reshard in (None,) if launch.threads else (None, True, False):
             add(launch, start, reshard=reshard)
         if launch.threads:
@@ -98,7 +98,7 @@ def _anchors() -> list[Placed]:
         elif mesh != "flat":
             add(launch, start, family="odd", wrap="deep", optimizer="adamw")
             add(launch, start, clip=True, state="copy")
-            mixed = {"reduce": "bf16"} if has_three_dims else {"param": "bf16", "reduce": "fp32"}
+            mixed = {"reduce": "bf16"} if is_slow else {"param": "bf16", "reduce": "fp32"}
             add(launch, start, schedule="no_sync", **mixed)
     for schedule in WIDE_SCHEDULES:
         for reduce in (None, "fp32"):

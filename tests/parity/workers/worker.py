@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,43 +115,26 @@ def _read(path: Path) -> list[list[Entry]]:
     return records
 
 
-def run_on_processes(
-    rank: int,
-    _world_size: int,
-    world_size: int,
-    implementation: str,
-    settings: list[Setting],
-    folder: str,
-    is_under_test: bool,
-) -> None:
+def run_on_processes(*arguments: Any) -> None:
     """Runs every setting on the rank of this process, each with new models."""
-    arguments = (rank, world_size, implementation, settings, folder, is_under_test)
     with recorded_collectives() as collective_recorder:
-        _run_on_process(*arguments, collective_recorder)
+        _run_on_process(collective_recorder, *arguments)
 
 
-def run_without_recording_collectives(
-    rank: int,
-    _world_size: int,
-    world_size: int,
-    implementation: str,
-    settings: list[Setting],
-    folder: str,
-    is_under_test: bool,
-) -> None:
+def run_without_recording_collectives(*arguments: Any) -> None:
     """As ``run_on_processes``, for implementations that issue other collectives than torch."""
-    arguments = (rank, world_size, implementation, settings, folder, is_under_test)
-    _run_on_process(*arguments, CollectiveRecorder())
+    _run_on_process(CollectiveRecorder(), *arguments)
 
 
 def _run_on_process(
+    collective_recorder: CollectiveRecorder,
     rank: int,
+    _processes: int,
     world_size: int,
     implementation: str,
     settings: list[Setting],
     folder: str,
     is_under_test: bool,
-    collective_recorder: CollectiveRecorder,
 ) -> None:
     store = dist.FileStore(str(Path(folder) / "status"), world_size)
 
