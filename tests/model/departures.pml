@@ -619,7 +619,6 @@ proctype rank(byte me) {
 /* ---- properties ---- */
 
 #define HAS_RAISED(r) (was_stopped[r] || raised[r] > 0)
-#define HAS_LIVED(r) (outcome[r] != DEATH)
 
 inline check_outcomes() {
     d_step {

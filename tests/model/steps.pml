@@ -200,7 +200,6 @@ inline reset_iter_state() {
 #define REDUCE 2
 #define FINISH 3
 #define ACTIONS 16
-#define COLLECTIVES 8 /* in a step */
 
 inline decode() {
     d_step {

@@ -300,7 +300,7 @@ class Tower(nn.Module):
 
 @scenario()
 def prefetched_within_checkpoints(api: Api) -> dict[str, Any]:
-    """Uses checkpoints around layers or inner modules, with and without prefetch lists."""
+    """Uses checkpoints around layers and their inner modules, with and without prefetch lists."""
     torch.manual_seed(5)
     model: Any = Tower()
     for kind in (Layer, FeedForward):

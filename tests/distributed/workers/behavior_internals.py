@@ -73,7 +73,7 @@ def gather_directly(group: Any) -> None:
 
 
 def reduce_directly(group: Any, gradients: list[torch.Tensor]) -> int:
-    """Reduces with torch's function. Returns the number of values that this function returns."""
+    """Reduces with torch's function. Returns the length of its result."""
     stream = torch.cpu.current_stream()
     return len(
         foreach_reduce(
