@@ -22,12 +22,17 @@ void op_agreement_fini(op_agreement *a) {
     *a = (op_agreement){0};
 }
 
-static uint64_t add_label(uint64_t hash, fct_op_kind kind, const fct_op_label *label) {
-    hash = fct_hash_add(hash, (uint64_t)kind);
-    hash = fct_hash_add(hash, label->unit);
-    hash = fct_hash_add(hash, label->params);
-    hash = fct_hash_add(hash, label->contents);
+/* Precondition: the label is known. */
+static uint64_t add_label(uint64_t hash, const fct_op_tag *tag) {
+    hash = fct_hash_add(hash, (uint64_t)tag->kind);
+    hash = fct_hash_add(hash, tag->label.unit);
+    hash = fct_hash_add(hash, tag->label.params);
+    hash = fct_hash_add(hash, tag->label.contents);
     return hash != 0 ? hash : 1;
+}
+
+static bool is_known(const fct_op_tag *tag) {
+    return tag != NULL && tag->label.unit != 0;
 }
 
 void op_agreement_add(op_agreement *a, const fct_op_tag *tag) {
@@ -36,20 +41,23 @@ void op_agreement_add(op_agreement *a, const fct_op_tag *tag) {
         a->entries = (op_entry *)calloc(OP_ENTRIES, sizeof *a->entries); /* NULL: no names */
     }
     op_entry entry = {0};
-    uint64_t label = 0;
-    if (tag == NULL || tag->label.unit == 0) {
-        a->unknown = true;
-    } else {
-        label = add_label(FCT_HASH_EMPTY, tag->kind, &tag->label);
-        a->hash = add_label(a->count == 0 ? FCT_HASH_EMPTY : a->hash, tag->kind, &tag->label);
+    if (is_known(tag)) {
+        a->hash = add_label(a->count == 0 ? FCT_HASH_EMPTY : a->hash, tag);
         entry = (op_entry){a->hash, tag->kind, tag->label};
+    } else {
+        a->unknown = true;
     }
     if (a->entries != NULL) {
         a->entries[a->total % OP_ENTRIES] = entry;
     }
-    op_label_blocks_add(&a->blocks, label);
     a->count++;
     atomic_store_explicit(&a->total, a->total + 1, memory_order_release);
+}
+
+void op_agreement_add_of_device(op_agreement *a, const fct_op_tag *tag) {
+    assert(a->blocks.count <= a->total);
+    op_label_blocks_add(&a->blocks, is_known(tag) ? add_label(FCT_HASH_EMPTY, tag) : 0);
+    op_agreement_add(a, tag);
 }
 
 bool op_agreement_is_needed(const op_agreement *a) {

@@ -4,10 +4,10 @@
  * and the ranks compare the hashes at the end of a backward. With the guard mode "hash" the ranks
  * also compare checksums of data, over shared memory too. An interval is the collectives between
  * two agreements. The struct belongs to the negotiation of the process group, and the GIL guards
- * it. Exception: on devices with streams, op_agreement_add may run without the GIL (bridge/gil.h),
- * while another thread reads `total`, `entries` and `blocks`. The copy of an entry that is written
- * meanwhile may be inconsistent; entries are for messages. Precondition of all functions: the
- * struct was zeroed before its first use. */
+ * it. Exception: op_agreement_add_of_device may run without the GIL (bridge/gil.h), while another
+ * thread reads `total`, `entries` and `blocks`. The copy of an entry that is written meanwhile may
+ * be inconsistent; entries are for messages. Precondition of all functions: the struct was zeroed
+ * before its first use. */
 #ifndef FSDP_C_TRANSPORT_AGREEMENT_H
 #define FSDP_C_TRANSPORT_AGREEMENT_H
 
@@ -27,8 +27,8 @@ typedef struct op_agreement {
     uint64_t count;         /* collectives of the open interval */
     _Atomic uint64_t total; /* collectives of all intervals */
     bool unknown;           /* a collective of the open interval has no label */
-    op_label_blocks blocks;
-    op_entry *entries; /* [OP_ENTRIES] the latest collectives, by number; NULL: none */
+    op_label_blocks blocks; /* of collectives of devices with streams */
+    op_entry *entries;      /* [OP_ENTRIES] the latest collectives, by number; NULL: none */
     /* The latest closed interval, until its round is read. */
     fct_exchange *round; /* NULL: none */
     uint64_t first;      /* number of its first collective */
@@ -47,6 +47,8 @@ void op_agreement_fini(op_agreement *a);
 /* Adds a collective that this rank has issued. With `tag` NULL, or an unknown label, the interval
  * counts as equal to those of all other ranks. */
 void op_agreement_add(op_agreement *a, const fct_op_tag *tag);
+/* The same for a collective of a device with streams, on which no agreement takes place. */
+void op_agreement_add_of_device(op_agreement *a, const fct_op_tag *tag);
 /* Whether the open interval has a collective or a checksum. */
 bool op_agreement_is_needed(const op_agreement *a);
 /* Closes the interval and sends its hashes, without a wait. Does nothing if the agreement is not

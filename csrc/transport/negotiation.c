@@ -522,15 +522,15 @@ int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint64_t signat
     return compare_size(n, pg, tag != NULL ? (uint64_t)tag->kind : OP_OF_TORCH, signature, tag);
 }
 
-void shm_negotiation_record_label(shm_negotiation *n, const fct_op_tag *tag) {
-    assert(atomic_load(&n->owners) > 0);
-    op_agreement_add(&n->agreement, tag);
-}
-
 void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op_tag *tag) {
     assert(atomic_load(&n->owners) > 0);
-    shm_negotiation_record_label(n, tag);
+    op_agreement_add(&n->agreement, tag);
     add_signature(n, signature);
+}
+
+void shm_negotiation_record_of_device(shm_negotiation *n, const fct_op_tag *tag) {
+    assert(atomic_load(&n->owners) > 0);
+    op_agreement_add_of_device(&n->agreement, tag);
 }
 
 op_checksums *shm_negotiation_checksums(shm_negotiation *n) {

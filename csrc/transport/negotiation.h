@@ -86,8 +86,8 @@ FCT_CHECK int shm_negotiation_compare_size(shm_negotiation *n, fct_pg *pg, uint6
                                            const fct_op_tag *tag);
 /* Records a collective that the fallback has moved, for later comparisons. */
 void shm_negotiation_record(shm_negotiation *n, uint64_t signature, const fct_op_tag *tag);
-/* Records a collective that another backend than that of the CPU has moved. Needs no GIL. */
-void shm_negotiation_record_label(shm_negotiation *n, const fct_op_tag *tag);
+/* Records a collective of a device with streams. Needs no GIL. */
+void shm_negotiation_record_of_device(shm_negotiation *n, const fct_op_tag *tag);
 /* Returns the checksums of the data of completed collectives, on the CPU or on devices with
  * streams. The negotiation owns them. */
 op_checksums *shm_negotiation_checksums(shm_negotiation *n);
@@ -109,7 +109,8 @@ FCT_CHECK int shm_negotiation_check_stopped(const shm_negotiation *n);
  * one more entry, so `entries` has space for OP_ENTRIES + 1. */
 size_t shm_negotiation_copy_entries(const shm_negotiation *n, op_entry *entries, uint64_t *first);
 uint64_t shm_negotiation_recorded_count(const shm_negotiation *n); /* collectives */
-/* Returns the hashes of the labels of recorded collectives. The negotiation owns them. */
+/* Returns the hashes of the labels of collectives of devices with streams. The negotiation owns
+ * them. */
 const op_label_blocks *shm_negotiation_blocks(const shm_negotiation *n);
 /* Returns the signature of a compared collective by its number among these, or 0. */
 uint64_t shm_negotiation_signature_at(const shm_negotiation *n, uint64_t number);

@@ -45,7 +45,7 @@ static int end(const next_op *next, bool gathers, int status) {
         return status;
     }
     if (!next->on_cpu) {
-        shm_negotiation_record_label(next->negotiation, next->tag);
+        shm_negotiation_record_of_device(next->negotiation, next->tag);
         return 0;
     }
     shm_negotiation_record(next->negotiation, next->signature, next->tag);

@@ -103,7 +103,7 @@ TRANSPORT_MUTATIONS = {
     ),
     "hash of issued collectives has no parameters": Mutation(
         "agreement",
-        "    hash = fct_hash_add(hash, label->params);\n",
+        "    hash = fct_hash_add(hash, tag->label.params);\n",
         "",
         "test_agreement",
         "[  FAILED  ] first_difference_is_described_on_all_ranks",
