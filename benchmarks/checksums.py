@@ -50,14 +50,14 @@ class Run:
         for unit in job.units:
             fully_shard(unit, mesh=mesh)
         fully_shard(job.model, mesh=mesh)
-        self.model, self.loss = job.model, job.loss
+        self.model, self.compute_loss = job.model, job.compute_loss
         self.costs: list[Cost] = []
 
     def step(self) -> None:
         self.model.zero_grad()
         dist.barrier()
         meter = Meter()
-        self.loss(self.model).backward()
+        self.compute_loss(self.model).backward()
         self.costs.append(meter.read())
 
 

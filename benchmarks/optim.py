@@ -74,15 +74,15 @@ def main() -> None:
     parser.add_argument("--json", help="write the results to this file as well")
     options = parser.parse_args()
     make_fake_mesh(WORLD_SIZE)
-    rows = {kind: measure(make, options.params, options.rounds) for kind, make in KINDS.items()}
+    results = {kind: measure(make, options.params, options.rounds) for kind, make in KINDS.items()}
     print(f"optimizer steps: ms of CPU time over {options.params} parameters")
-    lines = [
+    rows = [
         [kind, plain, torch_value, fsdp_c_value, torch_value / plain, fsdp_c_value / plain]
-        for kind, (plain, torch_value, fsdp_c_value) in rows.items()
+        for kind, (plain, torch_value, fsdp_c_value) in results.items()
     ]
-    heads = ["optimizer", "plain", "torch", "accelerated", "torch/plain", "accelerated/plain"]
-    print(format_table(heads, lines))
-    write_json(options.json, "optim", {"params": options.params, "ms": rows})
+    titles = ["optimizer", "plain", "torch", "accelerated", "torch/plain", "accelerated/plain"]
+    print(format_table(titles, rows))
+    write_json(options.json, "optim", {"params": options.params, "ms": results})
 
 
 if __name__ == "__main__":

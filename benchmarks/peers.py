@@ -266,11 +266,12 @@ def compute_costs(results: dict[str, dict[str, Any]], groups: int) -> dict[str, 
     for name, result in results.items():
         if name == "bare" or "us" not in result:
             continue
-        units = {count: (time - bare[count]) / groups for count, time in result["us"].items()}
-        line = statistics.linear_regression([int(count) for count in units], list(units.values()))
+        us_per_unit = {count: (time - bare[count]) / groups for count, time in result["us"].items()}
+        counts = [int(count) for count in us_per_unit]
+        line = statistics.linear_regression(counts, list(us_per_unit.values()))
         costs[name] = {
             "package": result["package"],
-            "us_per_unit_step": units,
+            "us_per_unit_step": us_per_unit,
             "fixed_us": line.intercept,
             "us_per_param": line.slope,
         }
@@ -278,9 +279,9 @@ def compute_costs(results: dict[str, dict[str, Any]], groups: int) -> dict[str, 
 
 
 def main() -> None:
-    packages = argparse.ArgumentParser(add_help=False)
-    packages.add_argument("--packages", default="")
-    parser = argparse.ArgumentParser(description=__doc__, parents=[packages])
+    packages_parser = argparse.ArgumentParser(add_help=False)
+    packages_parser.add_argument("--packages", default="")
+    parser = argparse.ArgumentParser(description=__doc__, parents=[packages_parser])
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--params", type=int, nargs="+", default=[1, 5, 14])
@@ -290,7 +291,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.packages:
         sys.path.append(given.packages)
-    _, sys.argv[1:] = packages.parse_known_args()  # the results do not name a path of this machine
+    _, sys.argv[1:] = packages_parser.parse_known_args()  # results name no path of this machine
     if given.measure:
         result = measure(given.measure, given.groups, given.params, given.steps)
         print(json.dumps(result), flush=True)

@@ -104,14 +104,14 @@ def make_gpt_batch(size: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Job:
-    """A model, its input, its sharding and its optimizer."""
+    """A model, its input, its optimizer, and the arguments of ``auto_shard``."""
 
     name: str
-    model: Callable[[], nn.Module]
-    batch: Callable[[], torch.Tensor]
-    shard: dict[str, Any] = field(default_factory=dict)
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[], torch.Tensor]
+    shard_kwargs: dict[str, Any] = field(default_factory=dict)
     policy: Any = "blocks"
-    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
     hsdp: bool = False
 
 
@@ -147,35 +147,36 @@ def list_jobs() -> Iterator[Job]:
         "gpt, checkpoints": lambda: Gpt(256, 6, 1000, checkpointed=True),
     }
     policies = {"fp32": {}, "mixed": {"mp_policy": MIXED}, "bf16": {"mp_policy": BF16}}
-    for name, model in gpts.items():
-        for precision, shard in policies.items():
+    for name, make_gpt in gpts.items():
+        for precision, shard_kwargs in policies.items():
             for size in (1, 16):
                 yield Job(
                     f"{name}, {precision}, batch {size}",
-                    model,
+                    make_gpt,
                     lambda n=size: make_gpt_batch(n),
-                    shard,
+                    shard_kwargs,
                 )
-    gpt, small_batch, mixed = gpts["gpt"], lambda: make_gpt_batch(2), policies["mixed"]
+    make_gpt, make_small_batch = gpts["gpt"], lambda: make_gpt_batch(2)
+    mixed = policies["mixed"]
     for reshard in (True, False, 4):
         settings = {"reshard_after_forward": reshard}
-        yield Job(f"gpt, reshard {reshard}", gpt, small_batch, settings)
-        yield Job(f"gpt, mixed, reshard {reshard}", gpt, small_batch, settings | mixed)
+        yield Job(f"gpt, reshard {reshard}", make_gpt, make_small_batch, settings)
+        yield Job(f"gpt, mixed, reshard {reshard}", make_gpt, make_small_batch, settings | mixed)
     for hsdp_settings in ({}, mixed):
         precision = "mixed" if hsdp_settings else "fp32"
-        yield Job(f"gpt, hsdp, {precision}", gpt, small_batch, hsdp_settings, hsdp=True)
-    yield Job("gpt, one unit", gpt, small_batch, policy=10**9)
-    yield Job("gpt, units of 1 MiB", gpt, small_batch, policy=2**20)
+        yield Job(f"gpt, hsdp, {precision}", make_gpt, make_small_batch, hsdp_settings, hsdp=True)
+    yield Job("gpt, one unit", make_gpt, make_small_batch, policy=10**9)
+    yield Job("gpt, units of 1 MiB", make_gpt, make_small_batch, policy=2**20)
     for name, make_optimizer in OPTIMIZERS.items():
-        yield Job(f"gpt, {name}", gpt, small_batch, optimizer=make_optimizer)
+        yield Job(f"gpt, {name}", make_gpt, make_small_batch, make_optimizer=make_optimizer)
     make_wide_mlp = lambda: Mlp(512, 8)  # noqa: E731
-    for precision, shard in policies.items():
+    for precision, shard_kwargs in policies.items():
         for rows in (8, 4096):
             yield Job(
                 f"mlp, {precision}, batch {rows}",
                 make_wide_mlp,
                 lambda n=rows: torch.randn(n, 512),
-                shard,
+                shard_kwargs,
             )
 
 
@@ -243,10 +244,10 @@ class Measurement(NamedTuple):
 def measure_job(job: Job, flat_mesh: Any, hybrid_mesh: Any) -> Measurement:
     """Estimates and measures the peak of one setting."""
     torch.manual_seed(0)
-    model = job.model()
+    model = job.make_model()
     mesh = hybrid_mesh if job.hsdp else flat_mesh
-    fsdp_c.auto_shard(model, job.policy, mesh=mesh, **job.shard)
-    optimizer, batch = job.optimizer(model.parameters()), job.batch()
+    fsdp_c.auto_shard(model, job.policy, mesh=mesh, **job.shard_kwargs)
+    optimizer, batch = job.make_optimizer(model.parameters()), job.make_batch()
     begin = time.perf_counter()
     estimate = fsdp_c.explain(model, optimizer, batch=batch, loss=compute_loss, file=io.StringIO())
     seconds = time.perf_counter() - begin

@@ -110,10 +110,10 @@ def format_times(title: str, results: dict[Any, dict[str, Times]]) -> str:
         rows.append(
             [label, *wall, torch_value.cpu, fsdp_c_value.cpu, torch_value.cpu / fsdp_c_value.cpu]
         )
-    clocks = [
+    titles = [
         f"{clock} {column}" for clock in ("wall", "cpu") for column in ("torch", "fsdp_c", "ratio")
     ]
-    return format_table([title, *clocks], rows)
+    return format_table([title, *titles], rows)
 
 
 def parse_tens(text: str) -> int:

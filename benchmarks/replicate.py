@@ -64,7 +64,7 @@ class TimedModel:
         self, make: Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]], name: str
     ) -> None:
         torch.manual_seed(0)
-        model, self.loss = make()
+        model, self.compute_loss = make()
         self.model = IMPLEMENTATIONS[name](model)
         self.parameters = list(self.model.parameters())
         self.optimizer: torch.optim.Optimizer | None = None
@@ -72,7 +72,7 @@ class TimedModel:
 
     def step(self) -> None:
         with record_function(FORWARD):
-            loss = self.loss(self.model)
+            loss = self.compute_loss(self.model)
         with record_function(BACKWARD):
             loss.backward()
         if self.optimizer is not None:
@@ -143,7 +143,7 @@ def measure_memory(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         unit = sum(parameter.numel() * parameter.element_size() for parameter in run.parameters)
         peaks = {key: value / unit for key, value in measure_peaks(run.step).items()}
         if name == "ddp":
-            peaks = {key: value + 1.0 * (key != "persistent") for key, value in peaks.items()}
+            peaks = {key: value + 1.0 for key, value in peaks.items()}  # the buckets
         peaks_by_name[name] = peaks
     bare = peaks_by_name["bare"]
     return {
@@ -171,8 +171,8 @@ def report_steps(options: argparse.Namespace) -> None:
     results["memory"] = peaks = measure_memory(options)
     if dist.get_rank() == 0:
         print("\npeak transient memory of the gpt above bare, in units of its parameters' bytes")
-        lines = [[name, peak["forward"], peak["backward"]] for name, peak in peaks.items()]
-        print(format_table(["", "forward", "backward"], lines), flush=True)
+        rows = [[name, peak["forward"], peak["backward"]] for name, peak in peaks.items()]
+        print(format_table(["", "forward", "backward"], rows), flush=True)
         write_json(options.json, "replicate", {**results, **vars(options)})
 
 

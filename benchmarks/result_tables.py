@@ -296,7 +296,7 @@ def format_cuda_steps(data: dict[str, Any]) -> Iterator[str]:
     for model, jobs in data["models"].items():
         keys = list(next(iter(jobs.values()))["torch"])
         rows = [
-            [name] + [" / ".join(_format_figure(job[i][key]) for i in job) for key in keys]
+            [name, *(" / ".join(_format_figure(f[key]) for f in job.values()) for key in keys)]
             for name, job in jobs.items()
         ]
         yield from ("", f"{model}, torch / fsdp_c:", "")
@@ -340,7 +340,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Iterator[str]]]] 
         "is resident memory above the beginning of the step, without memory that an implementation "
         "keeps between steps (DDP's buckets). The optimizer of `fsdp_c` and `shared` is changed by "
         "`fsdp_c.optim.accelerate`, as under `FSDP_C=1`, and that of `torch` is not. `shared` is "
-        "fsdp_c with four shared units (`min_unit=2**14`).",
+        "fsdp_c with the 200 units joined to four (`min_unit=2**14`).",
         format_steps,
     ),
     "host": (
@@ -482,7 +482,8 @@ def format_readme() -> str:
     cuda = read_results(CUDA)["cuda_steps"]
     job = cuda["models"]["8 blocks of Llama 8B"]["fsdp"]
     title = "host path of a CUDA step (4): 8 blocks of Llama 8B"
-    rows.append([title, *(f"{format_number(job[i]['CPU ms'])} ms" for i in ("torch", "fsdp_c"))])
+    times = [job[name]["CPU ms"] for name in ("torch", "fsdp_c")]
+    rows.append([title, *(f"{format_number(ms)} ms" for ms in times)])
     origin = format_text(
         f"Commands: (1) `{steps['command']}`, on two ranks; (2) `{host['command']}`; "
         f"(3) `{gpu['command']}`, rank 0 of a simulated group of 8; (4) `{cuda['command']}`, "

@@ -66,12 +66,12 @@ STEPS_BEFORE_PEAKS = 12
 
 @dataclass
 class Job:
-    """A model, the modules that become its units, its loss and its optimizer."""
+    """A model, the modules that become its units, its loss and the class of its optimizer."""
 
     model: nn.Module
     units: list[nn.Module]
-    loss: Callable[[nn.Module], torch.Tensor]
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    compute_loss: Callable[[nn.Module], torch.Tensor]
+    optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 
 
 def make_gpt_job(config: GPTConfig, batch: int) -> Job:
@@ -82,10 +82,11 @@ def make_gpt_job(config: GPTConfig, batch: int) -> Job:
 
 
 def make_chain_job(
-    units: list[nn.Module], x: torch.Tensor, optimizer: Any = torch.optim.AdamW
+    units: list[nn.Module], x: torch.Tensor, optimizer_class: Any = torch.optim.AdamW
 ) -> Job:
     """Returns a model that applies the units one after the other."""
-    return Job(nn.Sequential(*units), units, lambda model: model(x).square().mean(), optimizer)
+    model = nn.Sequential(*units)
+    return Job(model, units, lambda model: model(x).square().mean(), optimizer_class)
 
 
 JOBS: dict[str, Callable[[], Job]] = {
@@ -114,7 +115,7 @@ class TimedModel:
     def __init__(self, model_name: str, implementation: str) -> None:
         torch.manual_seed(0)
         job = JOBS[model_name]()
-        self.loss = job.loss
+        self.compute_loss = job.compute_loss
         self.model: nn.Module = job.model
         if implementation == "ddp":
             self.model = DistributedDataParallel(job.model)
@@ -125,7 +126,7 @@ class TimedModel:
             for unit in job.units:
                 shard(unit)
             shard(job.model)
-        self.optimizer = job.optimizer(self.model.parameters(), lr=1e-5)
+        self.optimizer = job.optimizer_class(self.model.parameters(), lr=1e-5)
         if implementation in ("fsdp_c", "shared"):
             fsdp_c.optim.accelerate(self.optimizer)
         self.costs: dict[str, list[Cost]] = {"without": [], "with": []}
@@ -137,7 +138,7 @@ class TimedModel:
         self.optimizer.zero_grad()
         dist.barrier()
         meter = Meter()
-        self.loss(self.model).backward()
+        self.compute_loss(self.model).backward()
         costs["without"].append(meter.read())
         self.optimizer.step()
         costs["with"].append(meter.read())
@@ -158,7 +159,7 @@ class TimedModel:
         return sample_memory_over_time(self._train_once)
 
     def _train_once(self) -> None:
-        self.loss(self.model).backward()
+        self.compute_loss(self.model).backward()
         self.optimizer.step()
 
     def compute_medians(self) -> dict[str, dict[str, float | None]]:

@@ -32,7 +32,7 @@ NO_BUILDS = {("2.15", "3.10")}
 """Pairs of a torch release and a version of Python for which torch has no builds."""
 
 Run = dict[str, Any]
-"""The content of a file in docs/test_runs."""
+"""The results of one run of a test folder. A file in docs/test_runs has a list of them."""
 
 
 def find_release(version: str) -> str:

@@ -34,14 +34,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def make_model(path: str | None, width: int) -> Any:
-    """Returns the model in the folder ``path``, or a small Llama with random weights."""
+def make_model(name: str | None, width: int) -> Any:
+    """Returns the model of a folder or a name, or a small Llama with random weights."""
     try:
         from transformers import AutoModelForCausalLM, LlamaConfig
     except ImportError:
         raise UsageError("transformers is not installed: pip install transformers") from None
-    if path is not None:
-        return AutoModelForCausalLM.from_pretrained(path)
+    if name is not None:
+        return AutoModelForCausalLM.from_pretrained(name)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,

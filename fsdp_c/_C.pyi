@@ -13,7 +13,12 @@ from typing_extensions import Self
 def bind(**objects: Any) -> None: ...
 def clip_collect(
     tensors: list[torch.Tensor], are_params: bool, /
-) -> tuple[list[torch.Tensor], list[tuple[Any, Any]], list[int]]: ...
+) -> tuple[list[torch.Tensor], list[tuple[Any, Any]], list[int]]:
+    """Returns the local gradients, their kinds, and for each gradient the index of its kind.
+
+    A kind is (mesh, types of placements); (None, ()) for plain tensors.
+    """
+
 def clip_norm(
     gradients: list[torch.Tensor],
     indices: list[int],

@@ -41,10 +41,10 @@ def load_full_state_dict(
 ) -> _IncompatibleKeys:
     """Loads full tensors into the parameters and buffers of ``model``, sharded or not.
 
-    Every rank must call the function. Only rank ``src`` reads ``source``. Parameters and buffers on
-    the meta device are allocated on the device of their mesh if the source has their names. Others,
-    such as buffers that are not persistent, stay on the meta device. Values are cast to the dtype
-    of the target.
+    Every rank must call the function. Without ``shared_file``, only rank ``src`` reads ``source``.
+    Parameters and buffers on the meta device are allocated on the device of their mesh if the
+    source has their names. Others, such as buffers that are not persistent, stay on the meta
+    device. Values are cast to the dtype of the target.
 
     Args:
         source: The full state dict on rank ``src``; other ranks may pass ``None``. Or the path of a

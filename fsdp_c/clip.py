@@ -46,8 +46,8 @@ def clip_grad_norm_(
         foreach: As in torch.
 
     Returns:
-        The total norm before clipping, a plain 0-d tensor with the same value on all ranks. The
-        value equals ``full_tensor()`` of the DTensor that torch returns.
+        The total norm before clipping, a plain 0-d tensor with the same value on all ranks. torch
+        returns a DTensor, and this is its ``full_tensor()``.
 
     Raises:
         RuntimeError: The norm is nonfinite and ``error_if_nonfinite`` is set (no gradient has
@@ -55,8 +55,8 @@ def clip_grad_norm_(
 
     The total equals torch's bit by bit on two ranks for orders 1, 2, 3 and ``inf``. Otherwise it
     may differ in the last bits. On more ranks a backend's order of summation may depend on the
-    length of the message, and torch reduces one number at a time. For other orders, vectorized and
-    single powers are rounded differently.
+    length of the message, and torch reduces one number at a time. For other orders, the powers of
+    a vector and of a scalar are rounded differently.
     """
     params = _list_params(parameters)
     norm_type, max_norm = float(norm_type), float(max_norm)

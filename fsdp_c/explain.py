@@ -62,7 +62,8 @@ def explain(
         ValueError: ``batch`` is passed, and forward raises on fake tensors, or the model had
             DTensors before ``fully_shard`` (tensor parallelism).
         ValueError: ``microbatches`` is not positive, or ``memory`` is not a size.
-        TypeError: ``model`` is not a module, or ``optimizer`` not an optimizer.
+        TypeError: ``model`` is not a module, ``optimizer`` not an optimizer, or ``microbatches``
+            not an integer.
     """
     require_module(model, "explain")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):

@@ -70,7 +70,7 @@ def clean_tensor_name(name: str, *, ddp: bool = False) -> str:
 def set_flattened(tensor: torch.Tensor) -> None:
     """Marks ``tensor`` as made by FSDP from user parameters, so that nested calls skip it.
 
-    The mark is FSDP1's attribute, so both implementations respect each other's marks.
+    The mark is FSDP1's attribute, so FSDP1 skips these tensors, too.
     """
     setattr(tensor, FSDP_FLATTENED, True)
 

@@ -196,7 +196,7 @@ def _find_instances(
 def _apply_full_precision(
     model: nn.Module, units: list[Unit], overridden: Collection[nn.Module]
 ) -> list[Unit]:
-    """Returns ``units`` with policies without a cast of parameters for ``overridden`` modules.
+    """Returns ``units`` with other policies for the units of ``overridden`` modules.
 
     These units compute in the dtype of their parameters. Their outputs have the compute dtype of
     the unit around them. A ``reduce_dtype`` of less precision is dropped.

@@ -21,7 +21,7 @@ THREADS = "/proc/self/task"
 
 
 def _is_running(thread: str) -> bool:
-    """Whether the thread runs or is runnable."""
+    """Whether the thread runs, is runnable, or sleeps without interruption (state D)."""
     try:
         with open(f"{THREADS}/{thread}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in "RD"

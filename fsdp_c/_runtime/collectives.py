@@ -44,6 +44,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, MissingGroupMe
 
     @leave_inference_mode
     def _fallback_gather(self, async_op: bool, overlaps: bool) -> None:
+        """Starts the gather. ``overlaps``: on the gather streams, as in forward."""
         info = self._gather_mesh_info
         if not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size == 1:
             self._fallback_gathered = "local"
@@ -152,6 +153,7 @@ class GroupCollectives(_C.ParamGroup, torch_group.FSDPParamGroup, MissingGroupMe
     def _fallback_reduce(
         self, params: list[Param], grads: list[torch.Tensor], order_compute: bool
     ) -> None:
+        """Reduces ``grads``. ``order_compute``: the current stream waits for the results."""
         info, comm_ctx = self.mesh_info, self.comm_ctx
         replicate_group = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
         all_reduce_stream = comm_ctx.all_reduce_stream

@@ -32,6 +32,7 @@ class ComparisonRequest:
     ranks: list[int]
     """Global ranks of the process group."""
     rank: int
+    """Rank in the process group."""
     number: int
     signature: int
     first: int

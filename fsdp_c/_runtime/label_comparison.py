@@ -38,7 +38,7 @@ INTERVAL_WITH_REQUEST = 0.5
 RETRY = 10.0
 """Seconds until a rank whose request is still open publishes another one."""
 KEPT = 15
-"""A block of labels is kept until KEPT times its size of further collectives."""
+"""A block of ``count`` labels is dropped after ``KEPT * count`` further collectives."""
 
 Block = tuple[int, int, int]
 """Number of the first collective, number of collectives, hash of the labels."""
@@ -49,7 +49,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.end = 0  # number of the next collective
-        self._issued = self._previous = 0  # since the previous comparison, and before it
+        self._issued = self._previous = 0  # between the latest two comparisons; the two before
         self._published = (0, 0)  # the last intervals of the latest two calls of select_intervals
 
     def select_blocks(self, blocks: list[Block]) -> list[Block]:
@@ -69,7 +69,8 @@ class Progress:
         """Returns the first own block that differs, and that the neighbor keeps long enough.
 
         The neighbor needs it when it answers the request, up to four seconds later. Until then it
-        issues about twice as many collectives as this rank since the previous comparison.
+        issues about twice as many collectives as this rank since the previous comparison. The
+        condition is for three times as many.
         """
         end = find_end(of_neighbor) + 3 * self._issued
         hashes = {(first, count): value for first, count, value in of_neighbor}

@@ -135,7 +135,10 @@ def _list_subscribers(info: DataParallelMeshInfo) -> list[MeshSubscriber]:
 
 
 def _restore_unused_classes() -> bool:
-    """Restores the classes of mesh infos without subscribers. Returns whether none is left."""
+    """Restores the classes of mesh infos without subscribers.
+
+    Returns whether no mesh info has subscribers.
+    """
     infos = [
         info for reference in list(_notifying_infos.values()) if (info := reference()) is not None
     ]

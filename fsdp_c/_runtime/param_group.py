@@ -194,9 +194,11 @@ class ParamGroup(GroupCommunication):
                     module._register_load_state_dict_pre_hook(to_sharded)
                 )
 
-    def _raise_plan_difference(self, name: str, rank: int, first: int, second: int) -> NoReturn:
-        """Called by the core if the plans of two ranks of process group ``name`` differ."""
-        raise_difference(self._plans, name, rank, (first, second))
+    def _raise_plan_difference(
+        self, name: str, rank: int, hash_of_rank_0: int, hash_of_rank: int
+    ) -> NoReturn:
+        """Called by the core if rank 0 and ``rank`` of process group ``name`` have other plans."""
+        raise_difference(self._plans, name, rank, (hash_of_rank_0, hash_of_rank))
 
     def __repr__(self) -> str:
         return f"ParamGroup(fqn={self._module_fqn})"

@@ -204,8 +204,8 @@ def _describe_plan(states: list[Any], names: dict[Any, Any], name: str) -> Itera
         unit = f"unit {group._module_fqn!r}"  # names may contain tabs and line breaks
         roles = [
             role
-            for role, own_name in zip(("shard", "scatter", "replicate", "smaller"), names[group])
-            if own_name == name
+            for role, group_name in zip(("shard", "scatter", "replicate", "smaller"), names[group])
+            if group_name == name
         ]
         params = group.fsdp_params
         yield f"unit {i}\t{group._module_fqn!r} with {len(params)} parameters ({', '.join(roles)})"
@@ -275,13 +275,13 @@ def _read_descriptions(store: dist.Store, keys: list[str], limit: timedelta) -> 
 
 def find_difference(first: list[str], second: list[str], ranks: tuple[int, int]) -> str:
     """Returns the first difference between the descriptions of two ranks, as text."""
-    for own, other in zip(first, second):
-        if own != other:
-            (subject, value), (other_subject, other_value) = own.split("\t"), other.split("\t")
+    for line, other in zip(first, second):
+        if line != other:
+            (subject, value), (other_subject, other_value) = line.split("\t"), other.split("\t")
             has, other_has = (f"rank {rank} has" for rank in ranks)
             if subject != other_subject:
                 return f"{has} {subject}: {value}; {other_has} {other_subject}: {other_value}"
             return f"{subject}: {has} {value}; {other_has} {other_value}"
-    longer, name = (first, ranks[0]) if len(first) > len(second) else (second, ranks[1])
+    longer, rank = (first, ranks[0]) if len(first) > len(second) else (second, ranks[1])
     subject, value = longer[min(len(first), len(second))].split("\t")
-    return f"only rank {name} has {subject}: {value}"
+    return f"only rank {rank} has {subject}: {value}"

@@ -67,7 +67,7 @@ INTERVAL = 0.5
 WAIT_INTERVAL = 0.2
 """Seconds between two checks of a process that waits."""
 ANSWER_TIME = 0.5
-"""Seconds for which a report waits for ranks that have not answered an earlier request."""
+"""Seconds for which a report waits for answers to a request that was made before the limit."""
 EXIT_LIMIT = 0.9
 """Seconds for which a process that ends waits for the report of another rank."""
 FIRST_POLL_PAUSE = 0.05
@@ -79,6 +79,9 @@ REQUEST_LEAD = 2.5
 """Seconds before a report at which the other ranks are requested to publish their positions."""
 READ_COUNT = 256
 """Number of the newest records that the thread reads. It also reads all that a thread waits for."""
+
+NEWEST_COUNT = 4
+"""Number of the newest records that decide whether a process that ends writes its file."""
 
 _PREFIX = "fsdp_c/stall"
 _REQUESTS = f"{_PREFIX}/requests"
@@ -193,7 +196,8 @@ class StallMonitor(threading.Thread):
         if self.is_alive() and threading.current_thread() is not self:
             self.join(1.0)
         _, records = read_own_records(READ_COUNT)
-        unfinished = any(record.state != COMPLETE for record in records[:4])
+        # Of older collectives that did not complete, the program has caught the exception.
+        unfinished = any(record.state != COMPLETE for record in records[:NEWEST_COUNT])
         if unfinished or find_interrupted_pass() or has_uncaught_exception():
             self._write_records()
 

@@ -131,8 +131,8 @@ def _find_line_of_main_thread() -> str:
     """Returns the innermost line outside of torch and fsdp_c, else the innermost line."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = list(_list_frames(innermost))
-    own = (f for f in frames if not _is_in_library(f.f_code.co_filename))
-    frame = next(own, frames[0] if frames else None)
+    user_frames = (f for f in frames if not _is_in_library(f.f_code.co_filename))
+    frame = next(user_frames, frames[0] if frames else None)
     if frame is None:
         return ""
     code = frame.f_code
@@ -265,7 +265,7 @@ def can_answer(position: Position) -> bool:
 def read_process_state(pid: int) -> str:
     """Returns the state of proc(5), one character, or "" if the process has ended."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # it has the process's name
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # any bytes may be in the name
         return text.rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""

@@ -17,7 +17,12 @@ from typing import Any
 from .compare_runs import Run
 
 Record = dict[str, Any]
-"""A line of JSON that ``compare_observer.py`` has written."""
+"""A line of JSON that ``compare_observer.py`` has written. Its lists:
+
+- ``losses``: [value, digest]
+- ``gradients``: [name, digest, squared norm, number of ranks with the same gradient]
+- ``parameters``: [name, digest]
+"""
 
 EXAMPLES = 3
 """Maximum number of differences of one kind in one step that a summary describes."""
@@ -76,7 +81,7 @@ def find_differences(
             ends = (_describe_position(record) for record in (left, right))
             yield Difference(step, SEQUENCE, "", rank, run, *ends)
             return
-        for kind, name, a, b in _pair_values(left, right):
+        for kind, name, a, b in _find_different_values(left, right):
             yield Difference(left["step"], kind, name, rank, run, a, b)
 
 
@@ -90,7 +95,7 @@ def _describe_position(record: Record | None) -> str:
     return f"makes step {record['step']} of optimizer {record['optimizer']}"
 
 
-def _pair_values(left: Record, right: Record) -> Iterator[tuple[str, ...]]:
+def _find_different_values(left: Record, right: Record) -> Iterator[tuple[str, ...]]:
     """Yields (kind, name, expected, found) of the values that differ in one step."""
     for i, (a, b) in enumerate(zip_longest(left["losses"], right["losses"])):
         if a is None or b is None or a[1] != b[1]:

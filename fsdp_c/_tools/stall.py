@@ -30,14 +30,15 @@ Exit code 1: the ranks differ. 2: a file cannot be read or written."""
 
 @dataclass(frozen=True)
 class RankRecords:
-    """The file of one rank. Records are in the order of issue; times are wall time in ns."""
+    """The file of one rank. Records are in the order of issue."""
 
     rank: int
     facts: dict[str, Any]
     records: list[Record]
 
     @property
-    def offset(self) -> int:
+    def clock_offset(self) -> int:
+        """Nanoseconds to add to the times of records for wall time."""
         return int(self.facts["clock_offset"])
 
     def describe(self) -> str:
@@ -122,7 +123,7 @@ def make_spans(ranks: list[RankRecords], last: int) -> dict[int, list[Span]]:
     """Returns spans of the last ``last`` collectives by rank, in ns since the first one."""
     shown = [rank.records[-last:] for rank in ranks]
     times = [
-        time + rank.offset
+        time + rank.clock_offset
         for rank, records in zip(ranks, shown)
         for record in records
         for time in (record.begin, record.waiting, record.end)
@@ -134,7 +135,7 @@ def make_spans(ranks: list[RankRecords], last: int) -> dict[int, list[Span]]:
         rank.rank: [
             span
             for record in records
-            for span in _make_spans(record, rank.offset - start, end - start)
+            for span in _make_spans(record, rank.clock_offset - start, end - start)
         ]
         for rank, records in zip(ranks, shown)
     }

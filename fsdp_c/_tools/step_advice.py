@@ -161,7 +161,7 @@ def find_gathers_of_recomputation(facts: Facts) -> Iterator[_Change]:
     """Finds gathers that a recomputed forward repeats, for example with forward prefetch."""
     if facts.trace is None:
         return
-    plain = replace(facts, trace=_remove_recomputation(facts.trace))
+    without_recomputation = replace(facts, trace=_remove_recomputation(facts.trace))
     states = tuple(replace(state, forward_prefetch=()) for state in facts.sharding.states)
     without_prefetch = replace(facts, sharding=replace(facts.sharding, states=states))
     if without_prefetch.measure().gathers < facts.measure().gathers:
@@ -169,14 +169,14 @@ def find_gathers_of_recomputation(facts: Facts) -> Iterator[_Change]:
             "reentrant activation checkpointing repeats the forward prefetch in backward, so "
             "units are gathered once more",
             "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
-            plain,
+            without_recomputation,
             _describe_gathers,
         )
         return
     yield _Change(
         "activation checkpointing recomputes modules whose units are gathered for that only",
         "call outside of torch.utils.checkpoint the modules whose backward needs no parameters",
-        plain,
+        without_recomputation,
         _describe_gathers,
         lambda saves: saves.gathers > 0,
     )

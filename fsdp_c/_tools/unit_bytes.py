@@ -258,7 +258,7 @@ def _make_unit_sizes(
     info = group.mesh_info
     offload = group.offload_policy
     offloads = isinstance(offload, CPUOffloadPolicy) and group.device.type != "cpu"
-    settings: dict[str, bool | int] = {name: bool(getattr(group, name)) for name in _SETTINGS}
+    settings: dict[str, bool | int] = {key: bool(getattr(group, key)) for key in _SETTINGS}
     settings["max_input_buffers"] = group.reduce_scatter_max_input_buffers
     return UnitSizes(
         name=name,
