@@ -13,12 +13,7 @@ from typing_extensions import Self
 def bind(**objects: Any) -> None: ...
 def clip_collect(
     tensors: list[torch.Tensor], are_params: bool, /
-) -> tuple[list[torch.Tensor], list[tuple[Any, Any]], list[int]]:
-    """Returns the local gradients, their kinds, and for each gradient the index of its kind.
-
-    A kind is (mesh, types of placements); (None, ()) for plain tensors.
-    """
-
+) -> tuple[list[torch.Tensor], list[tuple[Any, Any]], list[int]]: ...
 def clip_norm(
     gradients: list[torch.Tensor],
     indices: list[int],
@@ -148,7 +143,7 @@ class Param:
         dim: int,
         world: int,
         rank: int,
-        forward: tuple[int, int] | None = None,
+        post_forward: tuple[int, int] | None = None,
     ) -> None: ...
     @property
     def unsharded_param(self) -> nn.Parameter: ...
@@ -266,7 +261,7 @@ class ParamGroup:
         /,
     ) -> None: ...
     def _set_memory(self, gather: Any, reduce: Any, /) -> None: ...
-    def _set_unit(self, unit: State, index: int, siblings: int, /) -> None: ...
+    def _set_unit(self, state: State, index: int, siblings: int, /) -> None: ...
     def _check(self) -> None: ...
 
 class State:

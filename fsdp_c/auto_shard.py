@@ -92,8 +92,8 @@ def auto_shard(
     Returns:
         ``model``, whose class and whose units' classes are now ``FSDP<Class>``.
 
-    Units with tied weights become one unit. Units side by side must have equal arguments, and are
-    sharded as one list. Of two nested units, only the outer one is made.
+    Units with tied weights become one unit. If one of them contains the other, only the outer one
+    is made. Otherwise they must have equal arguments, and are sharded as one list.
 
     Raises:
         ValueError: FSDP was already applied to a part of the model; the policy selects a container
@@ -101,7 +101,7 @@ def auto_shard(
             (other policies may select nothing, and the model is one unit); tied weights are in
             units with different arguments (the message names both); ``frozen="error"`` and a unit
             has trainable and frozen parameters; a unit exceeds ``max_transient`` and cannot be
-            split; a bound is not positive.
+            split; a bound is not positive; ``frozen`` is another text.
         TypeError: ``model`` is not a module, ``policy`` not a policy, or a bound not a number.
 
     An exception, of the policy or of ``fully_shard``, leaves the model unchanged if

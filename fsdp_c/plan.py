@@ -78,7 +78,8 @@ def plan(
         ValueError: ``world_size`` and mesh are missing, or the mesh has more than two dimensions.
             Or planning of ``auto_shard`` fails, or forward raises on fake tensors of the batch. Or
             ``batch`` is passed with tensor parallelism. Or ``reshard_after_forward`` does not
-            divide the number of ranks.
+            divide the number of ranks. Or ``memory`` is not a size, a number is not positive, or
+            ``optimizer`` or ``device`` has an unknown name.
         TypeError: An argument has another type, or ``fully_shard`` does not have it.
     """
     require_module(model, "plan")

@@ -17,7 +17,7 @@
 
 /* ---- collecting ---- */
 
-/* The sharding of a gradient: its mesh and the types of its placements. */
+/* The sharding of a gradient. Kinds are equal if the types of their placements are equal. */
 typedef struct kind {
     PyObject *mesh;       /* NULL: plain tensors */
     PyObject *placements; /* tuple */

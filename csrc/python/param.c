@@ -54,12 +54,12 @@ static int parse_sizes(PyObject *sizes, int64_t shape[64]) {
     return (int)ndim;
 }
 
-/* Param(sizes, dim, world, rank, forward=None) */
+/* Param(sizes, dim, world, rank, post_forward=None) */
 static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"sizes", "dim", "world", "rank", "forward", NULL};
+    static char *keywords[] = {"sizes", "dim", "world", "rank", "post_forward", NULL};
     fcpy_param *self = (fcpy_param *)obj;
     PyObject *sizes = NULL;
-    PyObject *forward = Py_None;
+    PyObject *post_forward = Py_None;
     int64_t shape[64];
     fc_error error = {{0}};
     int dim = 0;
@@ -68,16 +68,16 @@ static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     long long post_forward_world = 0;
     long long post_forward_rank = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OiLL|O", keywords, &sizes, &dim, &world, &rank,
-                                     &forward)) {
+                                     &post_forward)) {
         return -1;
     }
-    if (forward != Py_None && !PyTuple_Check(forward)) {
-        PyErr_Format(PyExc_TypeError, "forward must be a tuple (world, rank), not %s",
-                     Py_TYPE(forward)->tp_name);
+    if (post_forward != Py_None && !PyTuple_Check(post_forward)) {
+        PyErr_Format(PyExc_TypeError, "post_forward must be a tuple (world, rank), not %s",
+                     Py_TYPE(post_forward)->tp_name);
         return -1;
     }
-    if (forward != Py_None &&
-        !PyArg_ParseTuple(forward, "LL", &post_forward_world, &post_forward_rank)) {
+    if (post_forward != Py_None &&
+        !PyArg_ParseTuple(post_forward, "LL", &post_forward_world, &post_forward_rank)) {
         return -1;
     }
     int ndim = parse_sizes(sizes, shape);
@@ -87,7 +87,7 @@ static int param_init(PyObject *obj, PyObject *args, PyObject *kwargs) {
     fc_param initialized;
     fc_status status =
         fc_param_init(&initialized, self, (int32_t)ndim, shape, (int32_t)dim, world, rank, &error);
-    if (status == FC_OK && forward != Py_None) {
+    if (status == FC_OK && post_forward != Py_None) {
         status = fc_param_init_post_forward(&initialized, shape, post_forward_world,
                                             post_forward_rank, &error);
     }
@@ -460,9 +460,9 @@ static PyType_Slot param_slots[] = {
     {Py_tp_methods, param_methods},
     {Py_tp_members, param_members},
     {Py_tp_doc,
-     "Param(sizes, dim, world, rank, forward=None): one parameter of shape `sizes`, sharded on "
-     "`dim` over `world` ranks. Between forward and backward the parameter is "
-     "sharded on dim 0 over `forward` = (world, rank)."},
+     "Param(sizes, dim, world, rank, post_forward=None): one parameter of shape `sizes`, sharded "
+     "on `dim` over `world` ranks. Between forward and backward the parameter is "
+     "sharded on dim 0 over `post_forward` = (world, rank)."},
     {0, NULL},
 };
 

@@ -480,13 +480,14 @@ static PyObject *group_set_memory(PyObject *obj, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* _set_unit(unit, index, siblings) */
+/* _set_unit(state, index, siblings) */
 static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
     fc_group *g = &as_group(obj)->core;
-    PyObject *unit = NULL;
+    PyObject *state = NULL;
     Py_ssize_t index = 0;
     Py_ssize_t siblings = 1;
-    if (!PyArg_ParseTuple(args, "O!nn", as_group(obj)->mod->state_type, &unit, &index, &siblings) ||
+    if (!PyArg_ParseTuple(args, "O!nn", as_group(obj)->mod->state_type, &state, &index,
+                          &siblings) ||
         !fcpy_group_check_initialized(as_group(obj))) {
         return NULL;
     }
@@ -495,7 +496,7 @@ static PyObject *group_set_unit(PyObject *obj, PyObject *args) {
                                           "number of groups");
         return NULL;
     }
-    PyObject *reference = PyWeakref_NewRef(unit, NULL);
+    PyObject *reference = PyWeakref_NewRef(state, NULL);
     if (reference == NULL) {
         return NULL;
     }
@@ -523,7 +524,7 @@ static PyMethodDef group_methods[] = {
      "reduce-scatters: (name, source), or None for torch's allocator. The source is a process "
      "group, or an object of torch that allocates."},
     {"_set_unit", group_set_unit, METH_VARARGS,
-     "_set_unit(unit, index, siblings): sets the State of the fully_shard call, and the group's "
+     "_set_unit(state, index, siblings): sets the State of the fully_shard call, and the group's "
      "index among the groups of that State."},
     {"unshard", (PyCFunction)(void (*)(void))group_unshard, METH_VARARGS | METH_KEYWORDS,
      "unshard(async_op=False): starts the all-gather, unless an all-gather is in flight or the "

@@ -115,11 +115,11 @@ def _estimate_transient_per_byte(
     """
     reduced = 0.0
     for param in params:
-        computed = get_compute_dtype(param, mp_policy)
-        reduced_itemsize = _get_reduce_dtype(param, computed, mp_policy).itemsize
+        compute_dtype = get_compute_dtype(param, mp_policy)
+        reduced_itemsize = _get_reduce_dtype(param, compute_dtype, mp_policy).itemsize
         if param.requires_grad:
             buffers = 1 + 1 / ranks if ranks > 1 else 1
-            reduced = max(reduced, 1 + reduced_itemsize * buffers / computed.itemsize)
+            reduced = max(reduced, 1 + reduced_itemsize * buffers / compute_dtype.itemsize)
     return max(float(_count_copies(params, mp_policy, ranks)), reduced)
 
 

@@ -12,7 +12,7 @@ from .source import LoadingRanks
 
 
 def find_tqdm(progress: bool | None) -> Any:
-    """Returns tqdm, or None to show no bar. Without ``progress``, a bar needs a terminal.
+    """Returns tqdm, or None for no bar. If ``progress`` is None, a bar needs a terminal.
 
     Raises ImportError if ``progress`` is True and tqdm is not installed.
     """

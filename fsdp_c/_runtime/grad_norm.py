@@ -33,7 +33,10 @@ _GroupKey = tuple[tuple[tuple[int, ...], str], ...]
 GroupNames = tuple[tuple[str, ...], _GroupKey]
 """Names of process groups, and the key of the groups."""
 Kinds = list[tuple[Any, Any]]
-"""The distinct (mesh, placements) of gradients. ``kind_of`` has the index for each gradient."""
+"""The distinct (mesh, placements) of gradients, as ``_C.clip_collect`` returns them.
+
+``(None, None)``: plain tensors. ``kind_of`` has the index for each gradient.
+"""
 
 _PARALLEL_NUMEL = 32768
 """Elements above which torch's own operators use several threads."""

@@ -100,7 +100,7 @@ _AWAITED_COLLECTIVES = {
 _OWN_COLLECTIVE = ("all_gather", "all_gather_copy_out", "post_backward_reduce")
 """Ranges in which the host waits for the unit's own last collective."""
 _ISSUES_COLLECTIVE = ("all_gather", "post_backward_reduce")
-"""Ranges that issue the collective and may wait for it: torch's FSDP2 on the CPU, and hooks."""
+"""Ranges that issue the collective. The wait is inside only if the collective also ends inside."""
 
 
 class _Range(NamedTuple):

@@ -116,7 +116,7 @@ def test_index_method_of_size_that_raises_or_clears_the_list_does_not_crash() ->
 
 
 def test_param_with_post_forward_world_and_rank_in_a_list_raises() -> None:
-    with pytest.raises(TypeError, match="forward must be a tuple"):
+    with pytest.raises(TypeError, match="post_forward must be a tuple"):
         _C.Param([4], 0, 1, 0, [1, 0])
 
 
