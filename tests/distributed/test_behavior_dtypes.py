@@ -76,7 +76,7 @@ def test_frozen_parameters_of_dtypes_unsupported_by_gloo_are_gathered() -> None:
 def test_gradients_of_parameters_used_twice_match_torch() -> None:
     """Below 2.15, torch adds the gradients of one backward in the compute dtype.
 
-    From 2.15 on, it adds those of a first backward default sync in the reduce dtype.
+    From 2.15 on, it adds those of a first backward without sync in the reduce dtype.
     """
     results = assert_same("parameters_used_twice")
     for result in results:

@@ -114,9 +114,12 @@ def test_non_alternating_forwards_and_backwards_match_torch(name: str) -> None:
 
 
 def test_repeated_backwards_with_retain_graph_accumulate_gradients() -> None:
-    for once, _, _, _, thrice, *_ in assert_same("kept_graphs"):
-        for name, gradient in once.items():
-            assert torch.equal(thrice[name], gradient + gradient + gradient)
+    for result in assert_same("kept_graphs"):
+        assert len(result) == 3
+        for results in result.values():
+            once, _, thrice = results["gradients"]
+            for name, gradient in once.items():
+                assert torch.equal(thrice[name], gradient + gradient + gradient)
 
 
 def test_autograd_grad_of_inputs_leaves_states_idle() -> None:

@@ -19,7 +19,7 @@ from launch import RanksFailed, run_ranks
 from releases import has
 from test_torch_bugs import differences_beyond_rounding
 
-SCENARIOS = ("double_backward",)
+MODULES = ("double_backward",)
 BIT_EQUAL = [
     "gradient_penalty",
     "penalty_without_loss",
@@ -60,7 +60,7 @@ def assert_same_except_norm_weights(expected: Any, found: Any, summed_in: torch.
 
 def run_scenario(name: str, world: int = 2) -> list[Any]:
     """Runs a scenario under fsdp_c only: torch's ranks would crash (see the first test)."""
-    return behavior.get_results(name, "fsdp_c", world, SCENARIOS)
+    return behavior.get_results(name, "fsdp_c", world, MODULES)
 
 
 def assert_freed(results: list[Any]) -> None:

@@ -360,7 +360,10 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
     if isinstance(a, torch.Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return [f"{where}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"]
-        return [] if torch.equal(a, b) else [f"{where}: values differ by {(a - b).abs().max()}"]
+        if torch.equal(a, b):
+            return []
+        distance = (a.to(torch.complex128) - b.to(torch.complex128)).abs().max()
+        return [f"{where}: values differ by {distance}"]
     if isinstance(a, dict):
         if list(a) != list(b):
             return [f"{where}: keys {list(a)} and {list(b)}"]

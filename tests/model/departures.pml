@@ -651,7 +651,7 @@ init {
         for (r : 0 .. RANKS - 1) { run rank(r) }
         r = 0
     }
-    faults = 0; /* between any two steps: a search also covers fewer faults */
+    faults = 0; /* at any time, so that a search also covers fewer faults */
     ALL(HAS_FINISHED);
     check_outcomes();
     assert(!REACHED)

@@ -16,7 +16,7 @@ from meshes import KINDS
 from models_wide import WIDE_FAMILIES
 from record import Bits, Recorder, differences
 from setting import WIDE_SCHEDULES, Launch, Setting
-from thread_ranks import METHODS
+from thread_ranks import GATHER
 from wide import EXTRAS, PLACES, generate_wide
 from worker import run_grid
 
@@ -132,7 +132,7 @@ def test_run_grid_on_threads_detects_differences_and_errors(tmp_path: Path) -> N
     # All ranks raise the error of setting 1. Setting 2 runs on new ranks.
     for rank in range(4):
         assert torch_records[1][rank][-1][0] == "error"
-        assert any(METHODS[0].strip("_") in label for label, _ in torch_records[2][rank])
+        assert any(GATHER.strip("_") in label for label, _ in torch_records[2][rank])
         assert any("allreduce" in label for label, _ in torch_records[2][rank])
         assert differences(torch_records[2][rank], fsdp_c_records[2][rank]) == []
 

@@ -211,19 +211,19 @@ def converted_between_backwards(api: Api) -> dict[str, Any]:
     replicated = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for reduce_dtype in (None, torch.float64):
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-        for keep, mesh in (
+        for setter, mesh in (
             ("set_requires_gradient_sync", None),
             ("set_requires_gradient_sync", replicated),
             ("set_requires_all_reduce", replicated),
         ):
             model = shard(api, blocks_and_head(), mesh=mesh, mp_policy=policy)
             for last in (False, True):
-                getattr(model, keep)(last)
+                getattr(model, setter)(last)
                 model(batch(api.rank, last)).square().mean().backward()
                 if not last:
                     model.double()
                     model.float()
-            results[f"{keep}, {mesh}, {reduce_dtype}"] = grads(model)
+            results[f"{setter}, {mesh}, {reduce_dtype}"] = grads(model)
     return results
 
 

@@ -180,7 +180,10 @@ class SizeRecorder(nn.Linear):
 
 
 def patched_tensors(api: Api, release: bool | None) -> dict[str, Any]:
-    """Trains a model whose plain shards have patched extensions."""
+    """Trains a model whose plain shards have patched extensions.
+
+    ``release``: result of the hook that releases all-gather outputs, None: no hook.
+    """
     torch.manual_seed(4)
     model = nn.Sequential(*(SizeRecorder(WIDTH, WIDTH, bias=False) for _ in range(2)))
     for layer in model:
@@ -202,4 +205,8 @@ def patched_tensors(api: Api, release: bool | None) -> dict[str, Any]:
 
 @scenario()
 def extensions_patched_onto_tensors(api: Api) -> dict[str, Any]:
-    return {str(release): patched_tensors(api, release) for release in (None, False, True)}
+    return {
+        "no release hook": patched_tensors(api, None),
+        "kept by release hook": patched_tensors(api, False),
+        "released by release hook": patched_tensors(api, True),
+    }

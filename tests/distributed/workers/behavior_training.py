@@ -416,17 +416,23 @@ def training_states(model: nn.Module) -> list[str]:
 
 
 @scenario()
-def kept_graphs(api: Api) -> list[Any]:
+def kept_graphs(api: Api) -> dict[str, Any]:
     """Calls backward(retain_graph=True) twice, then backward() once."""
-    record: list[Any] = []
+    results: dict[str, Any] = {}
     for reshard in (None, True, False):
         model = shard(api, blocks_and_head(), reshard_after_forward=reshard)
         loss = model(batch(api.rank)).square().mean()
+        gradients, states = [], []
         for retain in (True, True, False):
             loss.backward(retain_graph=retain)
-            record += [grads(model), training_states(model)]
-        record += train(model, api.rank, 1)
-    return record
+            gradients.append(grads(model))
+            states.append(training_states(model))
+        results[f"reshard {reshard}"] = {
+            "gradients": gradients,
+            "states": states,
+            "trained": train(model, api.rank, 1),
+        }
+    return results
 
 
 @scenario()

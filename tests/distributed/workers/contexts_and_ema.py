@@ -394,7 +394,8 @@ def load_and_fail_on_one_rank(
         raise MemoryError("no place")
 
     for failing_rank in (0, last):
-        for copy_or_fail.copies_left in (0, 3):
+        for copies_left in (0, 3):
+            copy_or_fail.copies_left = copies_left
             function = copy_or_fail if rank == failing_rank else copy
             with unittest.mock.patch.object(buckets, "copy_tensors", function):
                 assert_load_fails(full if rank == 0 else None, "partly loaded", bucket_bytes=60)

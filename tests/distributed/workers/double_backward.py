@@ -24,7 +24,7 @@ from fsdp_c import replicate
 from fsdp_c._runtime.fsdp_units import reshard_all
 
 Found = dict[str, Any]
-Penalty = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 class Curved(nn.Module):
@@ -72,7 +72,7 @@ def train_both(
     model: nn.Module,
     reference: nn.Module,
     rank: int,
-    loss: Penalty = loss_and_penalty,
+    loss: Loss = loss_and_penalty,
 ) -> Found:
     """Trains both models for three steps; the last one has no penalty.
 

@@ -158,7 +158,7 @@ def group_settings(api: Api) -> list[Any]:
     )
     return [
         [
-            getattr(group, "mp_policy", policy) is policy,
+            getattr(group, "mp_policy", None) is policy,
             group.offload_policy is offload,
             str(group.device),
         ],

@@ -314,7 +314,7 @@ def hooks_of_state_dicts(api: Api) -> list[Any]:
         "_backward_pre_hooks",
     )
 
-    def read_state() -> list[Any]:
+    def read_hooks() -> list[Any]:
         return [
             [
                 (type(hook).__name__, hook.__module__, hook.__qualname__)
@@ -324,9 +324,9 @@ def hooks_of_state_dicts(api: Api) -> list[Any]:
             for name in names
         ]
 
-    before = read_state()
+    before = read_hooks()
     model(batch(api.rank))
-    return [before, read_state()]
+    return [before, read_hooks()]
 
 
 @scenario()

@@ -280,17 +280,13 @@ def dtype_recorder() -> DtypeRecorder:
     return DtypeRecorder()
 
 
-def one_dimensional(param: nn.Parameter) -> torch.dtype | None:
-    return torch.float32 if param.ndim == 1 else None
-
-
 @scenario()
 def dtype_overrides_of_single_parameters(api: Api) -> Found:
     calls: Counter[int] = Counter()
 
     def override(param: nn.Parameter) -> torch.dtype | None:
         calls[param.ndim] += 1
-        return one_dimensional(param)
+        return torch.float32 if param.ndim == 1 else None
 
     results, expected = [], []
     for reduce_dtype, steps in ((None, 1), (None, 2), (torch.float32, 1), (torch.bfloat16, 1)):

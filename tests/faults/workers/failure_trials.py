@@ -52,7 +52,7 @@ MARGIN, DEATH_MARGIN, REPORT_MARGIN, EXIT_MARGIN = 0.5, 1.0, 1.0, 10.0
 """Seconds after the group's limit, after a death, after the limit of the report, and after the
 exception of a survivor."""
 HANG_SECONDS = 20.0
-"""Seconds after which a survivor counts as hanging."""
+"""Seconds after the time limit of the process group until a survivor counts as hanging."""
 MAX_DELAY = 0.5
 """Largest time from the begin of the training to a signal, in seconds. A step takes about 5 ms."""
 MAX_STEPS = 30

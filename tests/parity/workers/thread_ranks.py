@@ -18,9 +18,14 @@ from record import COLLECTIVES, CollectiveRecorder
 from releases import has
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-BASE_METHODS = ("_allgather_base", "_reduce_scatter_base")
-METHODS = (  # the first one gathers
-    *(("all_gather_single", "reduce_scatter_single") if has("2.13") else BASE_METHODS),
+GATHER, SCATTER = (
+    ("all_gather_single", "reduce_scatter_single")
+    if has("2.13")
+    else ("_allgather_base", "_reduce_scatter_base")
+)
+METHODS = (
+    GATHER,
+    SCATTER,
     "all_gather_single_coalesced",
     "reduce_scatter_single_coalesced",
     "all_to_all_single",
