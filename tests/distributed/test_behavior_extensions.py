@@ -31,8 +31,9 @@ def test_extension_hook_scenario_matches_torch(name: str) -> None:
 
 def test_extension_hooks_on_one_rank_match_plain_tensors() -> None:
     for name in ("hooks_of_extensions_on_one_rank", "several_inputs_on_one_rank"):
-        ((result, plain, _),) = get_results(name, "fsdp_c", 1)
+        ((result, plain, calls),) = get_results(name, "fsdp_c", 1)
         assert differences(result, plain) == [], name
+        assert set(calls) == {"pre", "post"}, name
     assert_same("hooks_of_extensions_on_one_rank", world=1)
 
 

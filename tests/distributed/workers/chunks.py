@@ -127,6 +127,23 @@ def differences(rank: int, world: int) -> list[str]:
     return found
 
 
+def count_buffers(rank: int, world: int) -> list[int]:
+    """Returns the numbers of large buffers that a step with packed buffers and one with chunks
+    take from the pool of CPU buffers."""
+    counts = []
+    for min_bytes in (NEVER, 1):
+        _C._testing.set_min_owned_chunk_bytes(min_bytes)
+        model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        for _ in range(2):  # the first step takes other buffers
+            before = _C.memory()["taken"]
+            model(torch.ones(2, 300)).sum().backward()
+        counts.append(_C.memory()["taken"] - before)
+    return counts
+
+
 SPECIAL_SETTINGS = ("dispatch mode", "profiler", "without kernels", "patched")
 """Settings in which a rank uses packed buffers."""
 

@@ -20,7 +20,7 @@ KINDS = {
     "order of parameters": "'blocks.1.second.weight' [12, 12]",
     "dtype": "torch.float64",
     "frozen parameter": "frozen",
-    "number of units": "unit",
+    "number of units": "rank 1 has '' with 4 parameters",
 }
 """Difference -> part of the message about the model that differs."""
 
