@@ -262,6 +262,7 @@ def values_of(world: World) -> list[Any]:
 
 
 # ---- steps: functions of the world and of numbers that select objects, names and values ----
+# A step that does not fit its object raises, which World.step ignores: hooks have no attributes.
 
 
 def get(world: World, index: int, name: int, *unused: int) -> None:
