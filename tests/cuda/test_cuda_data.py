@@ -116,3 +116,18 @@ def test_simulated_nccl_reports_peer_that_ended_or_differs(launch: Launch, case:
     """
     first = launch("peers", 2, (case,))[0]
     assert first["findings"] == [CASES[case]]
+
+
+def test_random_numbers_depend_on_the_seed_only(run_worker: Any) -> None:
+    results = [run_worker("executed_operators", str(seed)) for seed in (0, 1)]
+    assert results[0]["numbers"] == results[1]["numbers"]
+    normal, *others = results[0]["numbers"]
+    assert results[0]["again"] == normal
+    assert len({str(numbers) for numbers in (normal, *others)}) == 4
+
+
+def test_operator_that_waits_for_its_launches_is_reported(run_worker: Any) -> None:
+    """``aten::equal`` waits in the operator ``aten::item``, which it calls."""
+    before, after = run_worker("executed_operators", "0")["findings"]
+    assert before == []
+    assert after == ["not executed: aten::equal., which waits for its own launches"]

@@ -202,6 +202,7 @@ cudaError_t cudaHostUnregister(void *) {
 }
 
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
+    sim::thread().bound = true;
     *total = static_cast<size_t>(sim::device().settings.memory_mib) << 20;
     *free = *total - sim::device().used;
     return cudaSuccess;

@@ -128,12 +128,14 @@ void on_launch(sim::Operation *by) {
     }
 }
 
-/* The work of an operator is submitted when the operator returns, so the operator must not wait for
- * its own launches. Called under the device's mutex. */
+/* The work of an operator is submitted when the operator returns, so the operator, and operators
+ * that it calls, must not wait for its launches. Called under the device's mutex. */
 void on_wait() {
-    if (sim::executes() && !frames.empty() && !frames.back()->launches.empty()) {
-        sim::report("not executed: " + frames.back()->schema->name +
-                    ", which waits for its own launches");
+    for (const Frame *frame : frames) {
+        if (sim::executes() && !frame->launches.empty()) {
+            sim::report("not executed: " + frame->schema->name +
+                        ", which waits for its own launches");
+        }
     }
 }
 

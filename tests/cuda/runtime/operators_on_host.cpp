@@ -1,6 +1,7 @@
 #include "operators_on_host.h"
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
 
@@ -44,10 +45,22 @@ c10::IValue on_host(const c10::IValue &value) {
     if (value.isDevice()) {
         return c10::Device(at::kCPU);
     }
-    if (value.isGenerator()) {
+    return value;
+}
+
+/* Returns a CPU generator for one call of an operator that takes the generator `value` or, if that
+ * is None, CUDA's default one. The seed depends on the generator's seed and offset, so the order in
+ * which operators are executed does not change random numbers. */
+c10::IValue generator_on_host(const c10::IValue &value) {
+    const at::Generator generator =
+        value.isGenerator() ? value.toGenerator()
+                            : at::globalContext().defaultGenerator(c10::Device(c10::kCUDA, 0));
+    try {
+        const uint64_t seed = 0x9E3779B97F4A7C15u * generator.current_seed();
+        return at::detail::createCPUGenerator((seed >> 32) ^ generator.get_offset());
+    } catch (const c10::Error &) { /* CUDA generators have no offset during a capture */
         return c10::IValue();
     }
-    return value;
 }
 
 Values all_on_host(const Values &values) {
@@ -55,6 +68,16 @@ Values all_on_host(const Values &values) {
     result.reserve(values.size());
     for (const c10::IValue &value : values) {
         result.push_back(on_host(value));
+    }
+    return result;
+}
+
+Values all_on_host(const c10::OperatorHandle &handle, const Values &arguments) {
+    Values result = all_on_host(arguments);
+    for (size_t i = 0; i < result.size(); i++) {
+        if (handle.schema().arguments()[i].name() == "generator") {
+            result[i] = generator_on_host(arguments[i]);
+        }
     }
     return result;
 }
@@ -110,7 +133,7 @@ Work operator_work(const c10::OperatorHandle &handle, const std::string &name,
                    const Values &arguments, const Values &outputs) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const at::DisableRecordFunctionGuard not_recorded;
-    return [=, inputs = all_on_host(arguments), results = all_on_host(outputs)] {
+    return [=, inputs = all_on_host(handle, arguments), results = all_on_host(outputs)] {
         try {
             run(handle, name, inputs, results);
         } catch (const std::exception &error) {

@@ -56,6 +56,7 @@ SUBSTITUTES = (
     Substitute("nccl", ("nccl", "communicator", "reduction")),
     Substitute("cublas", ("cublas",), "sim_without_effect"),
     Substitute("cublasLt", ("cublas",), "sim_without_effect"),
+    Substitute("cupti", ("cupti",)),
 )
 
 
