@@ -38,7 +38,8 @@ def train(shard: Any, mesh: DeviceMesh) -> tuple[bool, list[torch.Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return is_active(model), [*losses, *(param.full_tensor() for param in model.parameters())]
+    tensors = [*losses, *(param.full_tensor() for param in model.parameters())]
+    return is_active(model), [tensor.cpu() for tensor in tensors]
 
 
 def main() -> None:
