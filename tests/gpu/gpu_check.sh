@@ -11,8 +11,8 @@
 # status is 1 if a step failed.
 #
 # For tests/gpu/test_gpu_check.py: GPU_CHECK_BREAK="STEP=fail" or "STEP=hang" makes a step fail or hang, and
-# GPU_CHECK_LIMIT=n limits each step to n seconds. For tests/cuda: GPU_CHECK_SMALL=1 selects small sizes
-# for kernels, jit, graphs, races and bandwidth.
+# GPU_CHECK_LIMIT=n limits each step to n seconds. For tests/cuda: GPU_CHECK_SMALL=1 selects small
+# sizes, and times have no goals.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -39,6 +39,7 @@ trap 'rm -rf "$GPU_CHECK_WORK"' EXIT
 mkdir -p "$OUT" build/gpu
 rm -f "$OUT"/{summary.txt,results.json,log.txt}
 
+export GPU_CHECK_PYTHONPATH=${PYTHONPATH:-}
 workers=tests/gpu/workers
 for folder in benchmarks examples tests/accelerator/workers tests/parity/workers tests/harness \
     $workers .; do

@@ -243,6 +243,24 @@ def test_gpu_check_bandwidth_goal_excludes_transfers_that_fit_into_cache() -> No
     assert completed.stdout.splitlines() == ["[False, True]", "[False, False]"], completed.stderr
 
 
+def test_scripts_step_omits_libraries_that_are_not_installed() -> None:
+    script = """if True:
+        import importlib.util
+        import scripts
+        for installed in ((), ("transformers",)):
+            importlib.util.find_spec = lambda name: name if name in installed else None
+            commands = scripts.make_scripts()
+            print(sorted(commands))
+            print(all("--device cuda" in " ".join(commands[name]) for name in scripts.EXAMPLES))
+    """
+    env = os.environ | {"GPU_CHECK_DEVICE": "cuda", "PYTHONPATH": str(WORKERS)}
+    completed = fork_server.run_code(script, env)
+    examples = ["lora.py", "train_gpt.py", "vision.py"]
+    with_library = sorted([*examples, "finetune_hf.py", "transformers"])
+    expected = [f"{examples}", "True", f"{with_library}", "True"]
+    assert completed.stdout.splitlines() == expected, completed.stderr
+
+
 def test_gpu_check_summary_of_step_without_result_reports_fail(tmp_path: Path) -> None:
     """A process that exits with status 0 before it writes its result counts as failed."""
     env = os.environ | {"OUT": str(tmp_path), "GPU_CHECK_WORK": str(tmp_path)}

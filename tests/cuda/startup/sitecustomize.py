@@ -34,6 +34,15 @@ def write_findings(device: Any) -> None:
         file.writelines(f"{sys.argv[0]}: {finding}\n" for finding in device.findings())
 
 
+def omit_kernels(torch: Any) -> None:
+    """Replaces or disables operators that the device does not execute."""
+    torch.cuda._sleep = lambda cycles: None
+    # Attention then uses matrix products and softmax.
+    torch.backends.cudnn.enabled = False
+    for name in ("cudnn", "flash", "mem_efficient"):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
+
+
 class TorchFinder(importlib.abc.MetaPathFinder):
     """Loads the device before torch, and configures it afterwards."""
 
@@ -51,7 +60,7 @@ class TorchFinder(importlib.abc.MetaPathFinder):
 
         def execute(module: Any) -> None:
             execute_module(module)
-            module.cuda._sleep = lambda cycles: None  # the device does not execute this kernel
+            omit_kernels(module)
             device.execute(int(os.environ.get("FSDP_C_CUDA_SEED", "0")))
             atexit.register(write_findings, device)
 

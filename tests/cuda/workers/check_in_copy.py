@@ -3,7 +3,8 @@
 ``python check_in_copy.py STEP...`` runs these steps in a copy of the tests, with fsdp_c for the
 torch of this Python. Each process of the check loads the device (``startup/sitecustomize.py``). A
 script in place of nvcc compiles the kernels for the host. Prints a JSON object: the lines of the
-summary, the results, the error output, the log if a step failed, and the findings of the device.
+summary, the results, the error output, and the findings of the device. The object also has the
+names of the written files and, if a step failed, the log.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 import stub_build
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = ("csrc", "benchmarks", "examples", "pyproject.toml")
+COPIED = ("benchmarks", "examples", "tests")
+"""Folders whose scripts import fsdp_c from the root of their own tree."""
+LINKED = ("csrc", "pyproject.toml")
 WITHOUT_NVCC = "tests/parity/test_gpu.py::test_extension_contains_cuda_kernels"
 """The test of the step parity that requires kernels of nvcc."""
 NVCC = """#!/bin/bash
@@ -50,13 +53,14 @@ def write_nvcc(folder: Path, device_folder: Path) -> None:
 
 
 def make_copy(root: Path) -> None:
-    """Copies the tests to ``root``, with links to other files and to fsdp_c of this Python."""
+    """Copies the scripts to ``root``, with links to other files and to fsdp_c of this Python."""
     spec = importlib.util.find_spec("fsdp_c")
     assert spec is not None and spec.origin is not None
     package = Path(spec.origin).parent
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "tests", root / "tests", ignore=ignored)
-    for path in (package, package.with_name("fsdp_c_autoload"), *map(ROOT.joinpath, FILES)):
+    for name in COPIED:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, root / name, ignore=ignored)
+    for path in (package, package.with_name("fsdp_c_autoload"), *map(ROOT.joinpath, LINKED)):
         (root / path.name).symlink_to(path)
 
 
@@ -88,6 +92,7 @@ def main(steps: list[str]) -> dict[str, Any]:
             "results": json.loads((out / "results.json").read_text()),
             "errors": checked.stderr,
             "log": (out / "log.txt").read_text() if checked.returncode else "",
+            "files": sorted(path.name for path in out.iterdir() if path.stat().st_size > 0),
             "findings": findings.read_text().splitlines(),
         }
 

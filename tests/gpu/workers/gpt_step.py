@@ -20,23 +20,23 @@ from typing import Any
 import loop_group
 import torch
 from gpt import GPT, GPTConfig, next_byte_loss
-from outcome import DEVICE, ON_CUDA, conclude, start_device
+from outcome import DEVICE, ON_CUDA, SMALL, conclude, start_device
 from variants import MIXED, WORLD, Tools
 
 SIZES: dict[str, tuple[GPTConfig, int]] = (
-    {
+    {"small": (GPTConfig(layers=2, width=32, heads=2, context=16), 1)}
+    if SMALL
+    else {
         "1.3 B": (GPTConfig(layers=26, width=2048, heads=16, context=1024), 4),
         "85 M": (GPTConfig(layers=12, width=768, heads=12, context=1024), 8),
         "85 M, short": (GPTConfig(layers=12, width=768, heads=12, context=512), 1),
         "1.6 B, wide": (GPTConfig(layers=8, width=4096, heads=32, context=2048), 2),
     }
-    if ON_CUDA
-    else {"small": (GPTConfig(layers=2, width=32, heads=2, context=16), 1)}
 )
 """Maps a title to the model and the number of sequences in a batch."""
 
-STEPS, WARM = (8, 3) if ON_CUDA else (1, 1)
-TURNS = 2 if ON_CUDA else 1
+STEPS, WARM = (1, 1) if SMALL else (8, 3)
+TURNS = 1 if SMALL else 2
 HIGHEST_PEAK = 1.002
 """Highest peak relative to torch's. The allocator does not split a block if less than 1 MiB would
 remain, so equal requests in another order have another peak."""
@@ -136,7 +136,7 @@ class Comparison:
             return f"losses {losses}"
         if max(losses) - min(losses) >= 0.01 * max(losses):
             return f"losses from {min(losses)} to {max(losses)}"
-        if ON_CUDA and self.ms["fsdp_c"] > 1.05 * self.ms["torch"]:
+        if not SMALL and self.ms["fsdp_c"] > 1.05 * self.ms["torch"]:
             return "slower than torch"
         if ON_CUDA and self.peak_bytes["fsdp_c"] > HIGHEST_PEAK * self.peak_bytes["torch"]:
             return "higher peak than torch"
@@ -174,7 +174,7 @@ def main() -> None:
         f"{title}: {failure}" for title, result in results.items() if (failure := result.failure())
     ]
     line = "; ".join(f"{title}: {result}" for title, result in results.items())
-    line += "" if ON_CUDA else f" (small model on {DEVICE}: not a measurement)"
+    line += f" (small model on {DEVICE}: not a measurement)" if SMALL else ""
     line += f"; FAILED: {failures[0]}" if failures else ""
     sizes = {title: asdict(result) for title, result in results.items()}
     conclude(not failures, line, sizes=sizes, failures=failures)

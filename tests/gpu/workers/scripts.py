@@ -2,7 +2,8 @@
 
 ``compare`` runs scripts of ``examples`` and of libraries under torch's FSDP2 and under fsdp_c, on
 one rank over NCCL. Losses, gradients and parameters must have equal bits. Libraries that are not
-installed are listed. Without CUDA only ``compare`` of a small script runs, on the CPU.
+installed are listed. Without CUDA only ``compare`` of a small script runs, on the CPU. With small
+sizes no library runs.
 """
 
 from __future__ import annotations
@@ -19,26 +20,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outcome import ON_CUDA, ROOT, conclude
+from outcome import ON_CUDA, ROOT, SMALL, conclude
 
-STEPS, ROUNDS = (5, 2) if ON_CUDA else (2, 1)
+STEPS, ROUNDS = (2, 1) if SMALL else (5, 2)
 LIBRARIES = ("accelerate", "transformers", "lightning")
-EXAMPLES = ("train_gpt.py", "finetune_hf.py", "lora.py", "vision.py")
-
-
-LIMIT = 100
+GPT_SIZES = ("--layers", "1", "--width", "32", "--heads", "2")
+EXAMPLES = {
+    "train_gpt.py": GPT_SIZES,
+    "lora.py": GPT_SIZES,
+    "vision.py": ("--width", "2", "--size", "8", "--batch", "4"),
+}
+"""Maps each example to the arguments that select a small size."""
+LIMIT = 200 if SMALL else 100
 """Seconds for all commands, which run at the same time."""
 
 
 def make_scripts() -> dict[str, list[str]]:
     """Maps the name of each script to its path and arguments."""
-    folder, options = ROOT / "examples", ["--impl", "torch", "--steps", str(STEPS + 1)]
-    if not ON_CUDA:
-        sizes = ["--layers", "1", "--width", "32", "--heads", "2"]
-        return {"lora.py": [str(folder / "lora.py"), *options, *sizes]}
-    scripts = {name: [str(folder / name), *options] for name in EXAMPLES}
+    folder, device = ROOT / "examples", "cuda" if ON_CUDA else "cpu"
+    options = ["--impl", "torch", "--device", device, "--steps", str(STEPS + 1)]
+    scripts = {
+        name: [str(folder / name), *options, *(sizes if SMALL else ())]
+        for name, sizes in EXAMPLES.items()
+        if ON_CUDA or name == "lora.py"
+    }
+    if SMALL:
+        return scripts
     jobs = str(Path(__file__).with_name("library_jobs.py"))
     installed = [name for name in LIBRARIES if importlib.util.find_spec(name)]
+    if "transformers" in installed:
+        scripts["finetune_hf.py"] = [str(folder / "finetune_hf.py"), *options]
     return scripts | {name: [jobs, name] for name in installed}
 
 
@@ -48,11 +59,15 @@ class Command:
 
     name: str
     arguments: list[str]
+    expected: str = ""
+    """Text that the output must contain."""
 
     def __post_init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
+        # The folders that gpu_check.sh adds to PYTHONPATH contain modules with common names.
+        path = filter(None, [str(ROOT), os.environ.get("GPU_CHECK_PYTHONPATH")])
         # FSDP_C=1 of the caller would replace torch's functions in all runs.
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "FSDP_C": "0"}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "FSDP_C": "0"}
         self.log = Path(self.folder.name, "log.txt")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -76,7 +91,10 @@ class Command:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)  # torchrun and its ranks
             failure = f"{self.name} did not end within {LIMIT} s"
-        print(f"== {failure or self.name}\n{self.log.read_text(errors='replace')}", flush=True)
+        self.output = self.log.read_text(errors="replace")
+        if not failure and self.expected not in self.output:
+            failure = f"{self.name}: its output does not contain {self.expected!r}"
+        print(f"== {failure or self.name}\n{self.output}", flush=True)
         return failure
 
 
@@ -114,7 +132,8 @@ def main() -> None:
         results = {name: Path(folder, f"{name}.json") for name in scripts}
         commands = [start_compare(name, script, results[name]) for name, script in scripts.items()]
         if ON_CUDA:
-            commands.append(Command("--check", [sys.executable, "-m", "fsdp_c", "--check"]))
+            check = [sys.executable, "-m", "fsdp_c", "--check"]
+            commands.append(Command("--check", check, expected="trained on NCCL"))
         deadline = time.monotonic() + LIMIT
         failures = [reason for command in commands if (reason := command.wait(deadline))]
         comparisons = {name: read_comparison(result) for name, result in results.items()}
@@ -123,11 +142,12 @@ def main() -> None:
         for name, comparison in comparisons.items()
         if comparison["verdict"] != "equal"
     ]
-    missing = [name for name in LIBRARIES if ON_CUDA and name not in scripts]
+    missing = [name for name in LIBRARIES if not SMALL and name not in scripts]
     line = f"{', '.join(command.name for command in commands)}: "
     line += "; ".join(failures) if failures else "equal bits"
     line += f"; not installed: {', '.join(missing)}" if missing else ""
-    conclude(not failures, line, comparisons=comparisons, failures=failures)
+    outputs = {command.name: command.output.splitlines() for command in commands}
+    conclude(not failures, line, comparisons=comparisons, failures=failures, outputs=outputs)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ import loop_group
 import torch
 from gpt import GPTConfig
 from gpt_step import Job
-from outcome import ON_CUDA, conclude, out_file, start_device
+from outcome import ON_CUDA, SMALL, conclude, out_file, start_device
 from torch.profiler import ProfilerActivity, profile
 from variants import WORLD, Tools
 
 CONFIG = (
-    GPTConfig(layers=6, width=1024, heads=8, context=512)
-    if ON_CUDA
-    else GPTConfig(layers=2, width=32, heads=2, context=16)
+    GPTConfig(layers=2, width=32, heads=2, context=16)
+    if SMALL
+    else GPTConfig(layers=6, width=1024, heads=8, context=512)
 )
 IMPLEMENTATIONS = ("torch", "fsdp_c")
 
