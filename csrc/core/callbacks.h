@@ -21,7 +21,7 @@ typedef enum fc_fallback {
 } fc_fallback;
 
 typedef struct fc_callbacks {
-    /* Creates the unsharded parameter over `flat` (1-D, world * padded_numel elements, allocated
+    /* Creates the unsharded parameter over `flat` (1-D, fc_param.flat_numel elements, allocated
      * storage). Called once per parameter, and again if `flat` was replaced. *unsharded is
      * borrowed. The owner of the callback keeps *unsharded alive until the next call or the end of
      * the parameter. */

@@ -26,8 +26,8 @@ typedef struct fc_checksum_shard {
     bool is_own;
 } fc_checksum_shard;
 
-/* Packs the segment of a slot with `kernels`, and adds it to `own`. Precondition: the kernels have
- * a checksum. Returns NULL, or the error message of the kernel. */
+/* Packs the segment of a slot with `kernels`, and adds it to `own`; `all` then has no meaning.
+ * Precondition: the kernels have a checksum. Returns NULL, or the error message of the kernel. */
 const char *fc_checksum_pack(fc_checksum *c, size_t slot, const fck_segment *segment,
                              const fck_backend *kernels);
 /* Adds a slot of a rank shard, and copies it to `to` with `kernels`; NULL: no copy. Precondition

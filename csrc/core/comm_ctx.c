@@ -3,8 +3,8 @@
  * flight, which reduction.c owns.
  *
  * Streams: gathers copy in on copy_in_stream and communicate on gather_stream. Reductions run on
- * reduce_stream, all-reduces and later work on all_reduce_stream. Computation runs on the caller's
- * current stream. */
+ * reduce_stream. A user's hook, all-reduces and the work after them run on all_reduce_stream.
+ * Computation runs on the caller's current stream. */
 #include "comm_ctx.h"
 
 #include <assert.h>

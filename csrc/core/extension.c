@@ -37,7 +37,7 @@ static int64_t required_bytes(const fct_tensor *t) {
                                       : facts.offset_bytes + facts.numel * facts.itemsize;
 }
 
-/* Replaces the list and takes new references. `tensors` may contain tensors of the old list. */
+/* Replaces the list and adds references. `tensors` may contain tensors of the old list. */
 static fc_status replace_list(fc_kept_tensor **list, size_t *count, fct_tensor *const *tensors,
                               size_t new_count) {
     fc_kept_tensor *new_list = NULL;

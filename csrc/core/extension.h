@@ -42,13 +42,13 @@ typedef struct fc_extension {
 /* Releases everything. Safe on a zeroed struct. */
 void fc_extension_fini(fc_extension *e);
 
-/* Stores the tensors that the first hook returned. Takes new references. Returns FC_ENOMEM on
+/* Stores the tensors that the first hook returned. Adds references. Returns FC_ENOMEM on
  * failure. */
 FC_CHECK fc_status fc_extension_set_inputs(fc_extension *e, fct_tensor *const *inputs,
                                            size_t count);
 /* Releases the input tensors. Their sizes and dtypes are kept. */
 void fc_extension_drop_inputs(fc_extension *e);
-/* Store the outputs of the gather, or the inner tensors that the second hook created. Take new
+/* Store the outputs of the gather, or the inner tensors that the second hook created. Add
  * references. Return FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_extension_set_outputs(fc_extension *e, fct_tensor *const *outputs,
                                             size_t count);

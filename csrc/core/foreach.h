@@ -1,6 +1,6 @@
 /* Transfers on devices without kernels of fsdp_c, with torch's multi-tensor operations. These
- * functions issue at most the operations of torch's FSDP2. Data moves between tensor aliases, which
- * the torch boundary checks; no address is read here.
+ * functions issue at most the operations of torch's FSDP2, apart from those for gaps (plan.h). Data
+ * moves between tensor aliases, which the torch boundary checks; no address is read here.
  *
  * Preconditions: the plan is valid (laid out), a gather plan is not split into chunks (plan.h),
  * `world` is at least 1, and `start` is not negative. */
@@ -34,8 +34,9 @@ FC_CHECK fc_status fc_foreach_unpack(fc_foreach *f, const fc_gather_plan *plan,
                                      fc_param *const *params, const fct_tensor *buffer,
                                      int64_t start, fct_device device);
 /* Casts the gradients and packs them into `world` rank shards, which start `start` bytes into the
- * storage of `buffer`. The padding is zeroed. One launch, plus one per gradient that is sharded on
- * another dim than 0. Gradients of several dtypes need one launch per dtype. */
+ * storage of `buffer`. Padding and gaps are zeroed. One launch, plus one per gradient that is
+ * sharded on another dim than 0. If the gradients have several dtypes, one more for each dtype that
+ * is not the plan's. Gaps need one more for their zeros. */
 FC_CHECK fc_status fc_foreach_pack_gradients(fc_foreach *f, const fc_reduce_plan *plan,
                                              int64_t world, const fct_tensor *buffer, int64_t start,
                                              fct_device device);

@@ -1,4 +1,4 @@
-/* Checksums of all-gathers; see gather_checksum.h. Keeps no pointer.
+/* Checksums of all-gathers; see gather_checksum.h. Owns nothing.
  *
  * On devices with streams, the sum of a rank has two terms. The first is the checksum of all rank
  * shards. The second is twice the difference between the checksums of its own shard after and

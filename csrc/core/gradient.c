@@ -76,7 +76,7 @@ done:
     return status;
 }
 
-/* Replaces a DTensor gradient by its plain local tensor. Takes *grad. */
+/* Replaces a DTensor gradient by its plain local tensor. On failure *grad is unchanged. */
 static fc_status unwrap(const fc_group_base *base, const fc_param *p, fct_tensor **grad) {
     fct_tensor *local = NULL;
     if (*grad == NULL || !p->wrapped || p->unsharded == NULL) {

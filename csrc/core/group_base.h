@@ -59,7 +59,8 @@ void fc_group_base_fini(fc_group_base *base);
  * context is set. */
 void fc_group_base_add_checksum(const fc_group_base *base, fc_process_group *pg,
                                 fc_operation operation, uint64_t checksum);
-/* The same for a sum in the memory of a device with streams. */
+/* The same for a sum in the memory of a device with streams. Precondition: `checksums` of the comm
+ * context is set, and `pg` has several ranks. */
 void fc_group_base_add_device_sum(const fc_group_base *base, fc_process_group *pg,
                                   fc_operation operation, const fc_device_sum *sum);
 /* Drops the checksums since the last agreement; on devices with streams they become unknown. Call

@@ -287,9 +287,10 @@ done:
     return status;
 }
 
-fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts, fc_error *err) {
+fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fc_error *err) {
     assert(!p->extended);
     fc_status status = FC_OK;
+    fct_facts facts;
     int64_t numel = p->flat_numel;
     int64_t bytes = 0;
     if (p->aliased || p->extension.output_count > 0) {
@@ -301,14 +302,13 @@ fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts, 
         FC_TRY_RAISED(fct_tensor_empty(numel, fc_param_compute_dtype(p), device, &flat));
         p->flat = flat;
     }
-    fct_tensor_facts(p->flat, facts);
-    if (facts->numel != numel || !fc_size_mul(numel, facts->itemsize, &bytes)) {
+    fct_tensor_facts(p->flat, &facts);
+    if (facts.numel != numel || !fc_size_mul(numel, facts.itemsize, &bytes)) {
         return fc_error_set(err, FC_EASSERT, "unsharded tensor of parameter '%s' was changed",
                             p->name != NULL ? p->name : "?");
     }
-    if (facts->storage_bytes != bytes) {
+    if (facts.storage_bytes != bytes) {
         FC_TRY_RAISED(fct_storage_alloc(p->flat, bytes));
-        fct_tensor_facts(p->flat, facts);
     }
 done:
     return status;
@@ -320,7 +320,7 @@ fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tensor *gather
     fct_facts from;
     fct_facts to;
     if (p->flat == NULL || p->aliased) {
-        FC_TRY(fc_param_alloc_flat(p, device, &to, err));
+        FC_TRY(fc_param_alloc_flat(p, device, err));
     }
     fct_tensor_facts(gathered, &from);
     fct_tensor_facts(p->flat, &to);

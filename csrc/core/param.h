@@ -89,15 +89,16 @@ FC_CHECK fc_status fc_param_init_post_forward(fc_param *p, const int64_t *sizes,
                                               int64_t rank, fc_error *err);
 void fc_param_fini(fc_param *p); /* Releases everything. Safe on a zeroed struct. */
 
-/* Each setter takes a new reference to its argument and releases the previous tensor. NULL is
+/* Each setter adds a reference to its argument and releases the previous tensor. NULL is
  * allowed. */
 void fc_param_set_sharded_data(fc_param *p, fct_tensor *data);
 void fc_param_set_accumulated(fc_param *p, fct_tensor *grad);
 void fc_param_set_partial(fc_param *p, fct_tensor *partial);
 void fc_param_set_unsharded(fc_param *p, fct_tensor *unsharded);
 void fc_param_set_flat(fc_param *p, fct_tensor *flat);
-/* Releases the outputs and the unsharded tensor, with its .grad: see fc_param_keep_grad(). The next
- * unshard creates them again. Precondition: the parameter is sharded. */
+/* Releases flat, outputs, inner tensors and the unsharded tensor, with its .grad: see
+ * fc_param_keep_grad(). The next unshard creates them again. Precondition: the parameter is
+ * sharded. */
 void fc_param_release_unsharded(fc_param *p);
 
 /* Returns the dtype of gathered data and of computation. */
@@ -138,8 +139,7 @@ FC_CHECK fc_status fc_param_adopt_flat(fc_param *p, fct_device device, fct_tenso
 void fc_param_return_flat(fc_param *p, fct_tensor *gathered);
 /* Creates flat if it is missing or an alias, and allocates its memory. A failure allocates
  * none. */
-FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fct_facts *facts,
-                                       fc_error *err);
+FC_CHECK fc_status fc_param_alloc_flat(fc_param *p, fct_device device, fc_error *err);
 /* Allocates the outputs of an extended parameter's latest inputs and its inner tensors; see
  * fc_extension_alloc(). */
 FC_CHECK fc_status fc_param_alloc_outputs(fc_param *p, int64_t world, fct_device device,

@@ -136,7 +136,8 @@ void fc_reduce_plan_set_split(fc_reduce_plan *plan, bool split);
  * the list. */
 fct_chunk_layout fc_chunk_list_layout(const fc_chunk_list *list);
 
-/* Reserves space for `capacity` gradients. Returns FC_ENOMEM on failure. */
+/* Reserves space for `capacity` gradients. If the arrays grow, collected gradients are dropped.
+ * Returns FC_ENOMEM on failure. */
 FC_CHECK fc_status fc_reduce_plan_reserve(fc_reduce_plan *plan, size_t capacity);
 /* Checks the collected gradients and lays them out in one chunk: sets slots and rank_numel. Sets
  * *needs_fallback and lays out nothing if a gradient is a tensor subclass without memory: only

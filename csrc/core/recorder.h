@@ -5,7 +5,7 @@
  * adds a record, and later the thread that waits for its work, change the record.
  * fc_recorder_write also runs in a signal handler.
  *
- * Preconditions: `facts`, `work` in fc_recorder_wait, and `records` are not NULL. */
+ * Preconditions: `facts`, `work` in fc_recorder_wait, `copy` and `copies` are not NULL. */
 #ifndef FSDP_C_CORE_RECORDER_H
 #define FSDP_C_CORE_RECORDER_H
 
@@ -68,9 +68,9 @@ void fc_recorder_end(uint64_t number, fc_record_state state);
 bool fc_recorder_read(uint64_t number, fc_record *copy);
 
 /* Copies the `count` newest records, and older ones in state FC_RECORD_WAITING, newest first.
- * `records` has space for FC_RECORDS. Returns the number of copies. If another thread changes a
+ * `copies` has space for FC_RECORDS. Returns the number of copies. If another thread changes a
  * record during the copy, this copy may be inconsistent. */
-size_t fc_recorder_copy(fc_record *records, size_t count);
+size_t fc_recorder_copy(fc_record *copies, size_t count);
 /* Returns the time of the records' clock. */
 uint64_t fc_recorder_now(void);
 /* Writes all records to a file descriptor, in the order of the buffer. Returns 0, or -1 with errno.

@@ -1,9 +1,9 @@
 /* Gradient reduction; see reduce.h. Owns the reduce plan, the packed chunks and the events of the
  * latest reduction.
  *
- * Streams: the pack runs on the current stream, all later work on the reduce stream. From the
- * all-reduce on, work runs on the all-reduce stream. The input is kept until the current stream has
- * waited for the collective. The gradients' views keep the output alive. */
+ * Streams: the pack runs on the current stream, the reduce-scatter on the reduce stream. With
+ * replicas or a user's hook, later work runs on the all-reduce stream (continue_on_stream). The
+ * input is kept until the current stream has waited for its last use. */
 #include "reduce.h"
 
 #include <assert.h>
@@ -208,8 +208,8 @@ static void record_copies_to_host(fc_reducer *reducer, fct_stream stream) {
     fct_error_put_back(error);
 }
 
-/* Queues the whole reduction on the reduce stream and, from the all-reduce on, on the all-reduce
- * stream. All later waits share the event at the end of the reduction. */
+/* Queues the whole reduction, except for the pack. All later waits share the event at the end of
+ * the reduction. */
 static fc_status reduce_on_streams(fc_reducer *reducer, fc_reduction *r, const fc_divide *divide) {
     fc_group_base *base = reducer->base;
     fc_status status = FC_OK;

@@ -12,7 +12,7 @@
  * collective runs while backward continues. A later pre-backward, a later reduction or the end of
  * backward finishes the reduction. If a parameter has post-accumulate-grad hooks, the reduction is
  * finished before backward continues. A reduction that does not overlap (fc_overlap) is complete
- * before backward continues, on any device.
+ * before backward continues; with streams, the current stream waits for the last use of its input.
  *
  * Preconditions: fc_reducer_init, and the group has a comm context, except in fini. The span lies
  * within the group's parameters. */

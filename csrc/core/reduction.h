@@ -36,7 +36,7 @@ typedef struct fc_reduction {
     /* no all-reduce in this backward: parameters keep their parts in fc_param.partial */
     bool keep_partial;
     bool copies_to_host; /* copies of gradients to host memory are queued */
-    bool finished;       /* parameters have their gradients; only the input is kept */
+    bool finished;       /* parameters have their gradients or parts; only buffers are left */
     struct fc_reduction *next;
 } fc_reduction;
 
@@ -55,16 +55,16 @@ FC_CHECK fc_status fc_reduction_wait(fc_reduction *r);
  * with the layout of this output. Only with streams. */
 bool fc_reduction_has_partial_output(const fc_reduction *r);
 /* Sets the output of a group of one rank: the input. If fc_reduction_has_partial_output, that
- * buffer is the output, and the input is added to it. The gradients get memory of the reduce
- * stream, like the partial outputs. */
+ * buffer is the output, and the input is added to it. The gradients then have memory of the reduce
+ * stream. */
 FC_CHECK fc_status fc_reduction_use_input(fc_reduction *r);
 /* Adds the partial outputs of earlier backwards to the output and clears the partial outputs. With
  * keep_partial, adds the output's parts to the partial outputs instead. All additions are one
  * operation. */
 FC_CHECK fc_status fc_reduction_merge_partials(fc_reduction *r);
-/* Waits for the collective, scales, casts and passes each parameter its gradient. r->output stays
- * set if another stream uses the output, or if a cast of the output was queued. If a gradient is
- * added to an existing .grad, its view is released at once. */
+/* Waits for the collective, scales, casts and passes each parameter its gradient. With streams,
+ * r->output stays set if another stream uses the output, or if casts of it may be queued. The views
+ * do not keep its memory: a view that is added to an existing .grad is released at once. */
 FC_CHECK fc_status fc_reduction_finish(fc_reduction *r);
 /* Returns true if user code must run on the result before backward continues. A hook may issue
  * collectives, so the hook must run at the same point on all ranks. A poll completes at different

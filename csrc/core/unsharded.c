@@ -49,7 +49,6 @@ fc_status fc_unsharded_alloc(fc_group_base *base, const fc_gather_plan *plan,
     for (size_t i = 0; i < plan->count; i++) {
         const fc_slot *slot = &plan->slots[i];
         fc_param *p = base->params[slot->param];
-        fct_facts facts;
         if (slot->extended) {
             continue;
         }
@@ -57,7 +56,7 @@ fc_status fc_unsharded_alloc(fc_group_base *base, const fc_gather_plan *plan,
             FC_TRY(fc_param_adopt_flat(p, base->device, chunks->tensors[slot->chunk],
                                        &base->comm->error));
         } else {
-            FC_TRY(fc_param_alloc_flat(p, base->device, &facts, &base->comm->error));
+            FC_TRY(fc_param_alloc_flat(p, base->device, &base->comm->error));
         }
     }
     for (size_t i = 0; plan->extended && i < base->count; i++) {

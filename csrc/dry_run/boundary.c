@@ -134,8 +134,7 @@ static bool is_contiguous(const fct_tensor *t) {
     return true;
 }
 
-/* Creates a tensor over the storage and takes a reference to the storage. `strides` NULL:
- * contiguous. */
+/* Creates a tensor, which adds a reference to the storage. `strides` NULL: contiguous. */
 static fct_tensor *new_tensor(fcd_storage *storage, fct_dtype dtype, int32_t ndim,
                               const int64_t *sizes, const int64_t *strides, int64_t offset) {
     fct_tensor *t = (fct_tensor *)calloc(1, sizeof *t + 2 * (size_t)ndim * sizeof t->dims[0]);

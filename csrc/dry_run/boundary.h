@@ -22,16 +22,16 @@ typedef struct fcd_storage {
 fcd_storage *fcd_storage_new(int64_t bytes, fcd_purpose purpose, bool on_host);
 /* Releases one reference. The last release frees the storage. NULL is allowed. */
 void fcd_storage_release(fcd_storage *storage);
-/* Frees the storage's bytes and allocates `bytes` for another purpose. */
+/* Frees the storage's bytes and allocates `bytes` for `purpose`. */
 void fcd_storage_reassign(fcd_storage *storage, int64_t bytes, fcd_purpose purpose);
-/* Creates a contiguous tensor over the storage and takes a reference to the storage. Returns NULL
- * on failure. */
+/* Creates a contiguous tensor over the storage. The tensor adds a reference to the storage. Returns
+ * NULL on failure. */
 fct_tensor *fcd_tensor_over(fcd_storage *storage, fct_dtype dtype, int32_t ndim,
                             const int64_t *sizes);
 /* Sets .grad of a leaf, or adds to .grad, as autograd does. Takes `grad`. */
 void fcd_accumulate_grad(fct_tensor *leaf, fct_tensor *grad);
-/* Takes a reference and releases it at the end of the call, like csrc/python, whose objects live
- * until the hook returns. NULL is allowed. */
+/* Takes `t` and releases it at the end of the call, like csrc/python, whose objects live until the
+ * hook returns. NULL is allowed. */
 void fcd_defer_release(fct_tensor *t);
 /* Releases the deferred references. Runs at the end of each call. */
 void fcd_release_deferred(void);

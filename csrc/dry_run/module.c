@@ -79,8 +79,9 @@ static void raise_status(fc_status status, const char *message) {
     PyErr_SetString(type, message);
 }
 
-/* Runs the calls. Returns 0, or -1 with an exception that names the call. */
-static int run_calls(fcd_model *m, const fcd_parsed *p) {
+/* Initializes the model and runs the calls. Each storage has an `alloc` call, so there are at most
+ * as many storages as calls. Returns 0, or -1 with an exception. */
+static int run_model(fcd_model *m, const fcd_parsed *p) {
     char message[sizeof m->error.message + 64];
     fc_status status = fcd_model_init(m, &p->description, p->call_count);
     if (status != FC_OK) {
@@ -111,7 +112,7 @@ static PyObject *run_parsed(PyTypeObject *type, const fcd_parsed *p) {
     PyObject *events = NULL;
     PyObject *result = NULL;
     fcd_record_init(&record, p->description.streams);
-    if (run_calls(&model, p) == 0) {
+    if (run_model(&model, p) == 0) {
         events = make_events(type, &record);
     }
     record.closed = true;

@@ -1,6 +1,6 @@
 /* Conversion loops of the CPU kernels: a portable set, an AVX2 + F16C set, and the selection
- * between them. This file is included by kernels_cpu.c, and by the C tests, which compare the two
- * sets.
+ * between them. kernels_cpu.c and ring_cpu.c include this file. So do the C tests, which compare
+ * the two sets.
  *
  * Each set converts float16, float64 and bfloat16 to and from float32. The remaining pairs go
  * through float32 in blocks (kernels_cpu.c). The AVX2 loops are compiled for AVX2 and F16C,
@@ -151,7 +151,7 @@ static const fck_loops fck_loops_avx2 = {
 #endif /* FCK_HAVE_AVX2_LOOPS */
 
 /* Returns the fastest loops that this processor supports. The check takes a few loads, so callers
- * repeat it per launch and cache nothing. */
+ * repeat it and cache nothing. */
 static inline const fck_loops *fck_loops_best(void) {
 #ifdef FCK_HAVE_AVX2_LOOPS
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {

@@ -34,10 +34,10 @@ typedef struct fck_cut {
     uint16_t team_bits;
 } fck_cut;
 
-/* The lines [first_line, last_line), and of each the items [begin, end). */
+/* The lines [first_line, end_line), and of each the items [begin, end). */
 typedef struct fck_tile {
     uint32_t first_line;
-    uint32_t last_line;
+    uint32_t end_line;
     int64_t begin;
     int64_t end;
 } fck_tile;
@@ -114,7 +114,7 @@ FCK_FN fck_tile fck_tile_at(fck_cut cut, int64_t items, int64_t tile_items, uint
     const uint32_t group = index / cut.tiles_per_line;
     fck_tile tile;
     tile.first_line = group * cut.lines_per_tile;
-    tile.last_line =
+    tile.end_line =
         lines - tile.first_line > cut.lines_per_tile ? tile.first_line + cut.lines_per_tile : lines;
     tile.begin = (int64_t)(index - group * cut.tiles_per_line) * tile_items;
     tile.end = fck_min(tile.begin + tile_items, items);

@@ -131,9 +131,9 @@ int fck_can_cast(int device_type, fck_dtype src, fck_dtype dst);
  * nvcc. NULL removes them. */
 void fck_set_cuda_backend(const fck_backend *kernels);
 
-/* For tests. fck_set_simulated_backend sets kernels for all device types without kernels; NULL (the
- * default) removes these kernels. fck_hide_backends(1) hides all other kernels, including the CPU
- * kernels. */
+/* For tests. fck_set_simulated_backend sets the kernels of all device types other than CPU and
+ * CUDA; NULL (the default) removes these kernels. After fck_hide_backends(1) CPU and CUDA have the
+ * simulated kernels, too, or none. */
 void fck_set_simulated_backend(const fck_backend *kernels);
 void fck_hide_backends(int on);
 

@@ -298,7 +298,7 @@ template <bool CASTS, class Batch> __device__ inline void copy_lines(const Batch
     const int lanes = 1 << job.cut.team_bits;
     const team t = {static_cast<int>(thread) & (lanes - 1), lanes};
 
-    for (uint32_t line = tile.first_line + (thread >> job.cut.team_bits); line < tile.last_line;
+    for (uint32_t line = tile.first_line + (thread >> job.cut.team_bits); line < tile.end_line;
          line += THREADS >> job.cut.team_bits) {
         const uint32_t block = line / batch.world;
         const int64_t rank = line - block * batch.world;

@@ -149,11 +149,10 @@ static void pack_into_byte_buffer_copies_shards_without_cast_in_one_operation(vo
 static void pack_without_buffer_writes_flat_tensors_directly(void **state) {
     (void)state;
     fixture f;
-    fct_facts facts;
     begin(&f);
     add_param(&f, 2, 2, 0, FCK_FLOAT32, FCK_BFLOAT16, 1);
     build_plan(&f);
-    assert_int_equal(fc_param_alloc_flat(f.list[0], sim_device(), &facts, &f.err), FC_OK);
+    assert_int_equal(fc_param_alloc_flat(f.list[0], sim_device(), &f.err), FC_OK);
     assert_int_equal(fc_foreach_pack(&f.foreach, &f.plan, f.list, NULL, 0, &f.err), FC_OK);
     fct_tensor *shard = NULL;
     const int64_t two[1] = {2};
@@ -167,11 +166,10 @@ static void pack_without_buffer_writes_flat_tensors_directly(void **state) {
 /* ---- unpack ---- */
 
 static void unpack(fixture *f, const double *gathered, int64_t numel) {
-    fct_facts facts;
     build_plan(f);
     fct_tensor *buffer = sim_tensor_new(f->plan.dtype, 1, &numel, gathered);
     for (size_t i = 0; i < f->count; i++) {
-        assert_int_equal(fc_param_alloc_flat(f->list[i], sim_device(), &facts, &f->err), FC_OK);
+        assert_int_equal(fc_param_alloc_flat(f->list[i], sim_device(), &f->err), FC_OK);
     }
     sim_calls_clear();
     assert_int_equal(fc_foreach_unpack(&f->foreach, &f->plan, f->list, buffer, 0, sim_device()),
@@ -229,7 +227,6 @@ static void unpack_uses_temporary_for_dim_1_shards_with_several_parameters(void 
 static void unpack_splits_off_alignment_gaps(void **state) {
     (void)state;
     fixture f;
-    fct_facts facts;
     const int64_t numel[1] = {16};
     const fct_device cuda = {FCT_DEVICE_CUDA, 0};
     const double gathered[16] = {1, 2, 77, 77, 10, 77, 77, 77, 3, 4, 77, 77, 11, 77, 77, 77};
@@ -240,7 +237,7 @@ static void unpack_splits_off_alignment_gaps(void **state) {
     assert_int_equal(f.plan.rank_numel, 8);
     fct_tensor *buffer = sim_tensor_new(FCK_FLOAT32, 1, numel, gathered);
     for (size_t i = 0; i < f.count; i++) {
-        assert_int_equal(fc_param_alloc_flat(f.list[i], sim_device(), &facts, &f.err), FC_OK);
+        assert_int_equal(fc_param_alloc_flat(f.list[i], sim_device(), &f.err), FC_OK);
     }
     sim_calls_clear();
     assert_int_equal(fc_foreach_unpack(&f.foreach, &f.plan, f.list, buffer, 0, sim_device()),

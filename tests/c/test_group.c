@@ -376,10 +376,9 @@ static void to_unsharded_registers_memory_filled_by_caller(void **state) {
     (void)state;
     fixture f = begin(plain);
     sim_param *p = &f.group->params[0];
-    fct_facts facts;
     assert_int_equal(fc_group_to_unsharded(f.core), FC_ESTATE);
     expect_state(&f, FC_SHARDED, false);
-    assert_int_equal(fc_param_alloc_flat(&p->core, f.core->base.device, &facts, NULL), FC_OK);
+    assert_int_equal(fc_param_alloc_flat(&p->core, f.core->base.device, NULL), FC_OK);
     sim_tensor_write(p->core.flat, p->full, "the flat tensor");
     assert_int_equal(fc_group_to_unsharded(f.core), FC_OK);
     expect_state(&f, FC_UNSHARDED, false);

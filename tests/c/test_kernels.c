@@ -361,10 +361,10 @@ static void tiles_cover_every_item_of_every_line_exactly_once(void **state) {
         const int64_t tiles = fck_tile_count(cut, lines);
         for (uint32_t index = 0; index < tiles; index++) {
             const fck_tile tile = fck_tile_at(cut, items, tile_items, lines, index);
-            assert_true(tile.last_line > tile.first_line && tile.last_line <= lines);
+            assert_true(tile.end_line > tile.first_line && tile.end_line <= lines);
             assert_true(tile.end > tile.begin && tile.end <= items);
-            assert_true((tile.last_line - tile.first_line) * (tile.end - tile.begin) <= tile_items);
-            for (int64_t line = tile.first_line; line < tile.last_line; line++) {
+            assert_true((tile.end_line - tile.first_line) * (tile.end - tile.begin) <= tile_items);
+            for (int64_t line = tile.first_line; line < tile.end_line; line++) {
                 for (int64_t k = tile.begin; k < tile.end; k++) {
                     visits[line * items + k]++;
                 }

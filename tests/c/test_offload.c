@@ -89,10 +89,9 @@ static void offloaded_shards_of_one_rank_fill_flat_tensors(void **state) {
     static const fct_dtype types[2] = {FCT_NO_DTYPE, FCK_BFLOAT16};
     for (int k = 0; k < 2; k++) {
         fixture f;
-        fct_facts facts;
         begin(&f, 1, true, types[k]);
         for (int i = 0; i < 2; i++) {
-            assert_int_equal(fc_param_alloc_flat(f.list[i], sim_device(), &facts, &f.err), FC_OK);
+            assert_int_equal(fc_param_alloc_flat(f.list[i], sim_device(), &f.err), FC_OK);
         }
         assert_int_equal(fc_offload_fill(&f.plan, f.list, sim_device(), &f.err), FC_OK);
         for (int i = 0; i < 2; i++) {

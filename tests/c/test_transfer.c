@@ -99,13 +99,12 @@ static void unpack_restores_whole_tensors(void **state) {
     (void)state;
     for (int no_kernels = 0; no_kernels < 2; no_kernels++) {
         fixture f;
-        fct_facts facts;
         const int64_t twelve[1] = {12};
         const double gathered[12] = {1, 2, 3, 4, 7, 8, 5, 6, 0, 0, 9, 10};
         begin(&f, no_kernels != 0, FCT_NO_DTYPE);
         fct_tensor *buffer = sim_tensor_new(FCK_FLOAT32, 1, twelve, gathered);
         for (int i = 0; i < 2; i++) {
-            assert_int_equal(fc_param_alloc_flat(f.params[i], sim_device(), &facts, &f.err), FC_OK);
+            assert_int_equal(fc_param_alloc_flat(f.params[i], sim_device(), &f.err), FC_OK);
         }
         assert_int_equal(
             fc_transfer_unpack(&f.transfer, &f.plan, f.params, 0, buffer, 0, NULL, &f.err), FC_OK);
