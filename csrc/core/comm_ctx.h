@@ -113,7 +113,7 @@ void fc_comm_settle_streams(fc_comm_ctx *c, fct_stream waiter, fct_stream other)
 FC_CHECK fc_status fc_comm_quiesce(fc_comm_ctx *c);
 /* Makes later work on the gather streams wait for `e`. Only the copy-in stream waits, because the
  * buffers are its memory and each gather follows its copy-in. Does nothing before the streams are
- * ready. */
+ * ready, and if `e` is NULL. */
 FC_CHECK fc_status fc_comm_gather_streams_wait(fc_comm_ctx *c, fct_event *e);
 
 /* Keeps a gather buffer whose copy-out is queued, until fc_comm_release_gather. Takes both

@@ -38,7 +38,8 @@ void fc_device_checksums_free(fc_device_checksums *d);
 FC_CHECK fc_status fc_device_checksums_take(fc_device_checksums **d, fct_device device,
                                             fc_device_sum *sum);
 /* Adds the checksums of ranges of memory to the sum, on the current stream. No effect if the sum is
- * unknown. Makes the sum unknown if its interval has ended, or during a capture. */
+ * unknown. Makes the sum unknown if its interval has ended, during a capture, and if too many
+ * streams add sums in one interval. */
 FC_CHECK fc_status fc_device_checksums_add(fc_device_checksums *d, fc_device_sum *sum,
                                            const fck_range *ranges, size_t count, fc_error *err);
 /* Ends the sum of the latest all-gather or all-reduce of `modules` over `pg`. *d: NULL before the

@@ -13,8 +13,8 @@ FC_CHECK fc_status fc_gradient_begin(const fc_group_base *base, bool reduces);
 FC_CHECK fc_status fc_gradient_end(const fc_group_base *base);
 /* Adds the span's new gradients to the gradients of earlier backwards without reduction. */
 FC_CHECK fc_status fc_gradient_accumulate(const fc_group_base *base, fc_span span);
-/* Ends a backward without reduction: all gradients stay with the parameters, in the reduce
- * dtype. */
+/* Ends a backward without reduction: all gradients stay with the parameters; see
+ * fc_param_to_accumulated_grad() for their dtype. */
 FC_CHECK fc_status fc_gradient_to_accumulated(const fc_group_base *base);
 /* Moves the span's gradients from the parameters to the plan. `zero_unused`: parameters without a
  * gradient contribute zeros. */

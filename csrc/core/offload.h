@@ -2,7 +2,7 @@
  * to host memory. Owns nothing. Copies are queued on the current stream; the caller that queued the
  * copy of a gradient waits for it (reduce.c).
  *
- *   gather:  shard --upload--> gather buffer                          if no shard is cast
+ *   gather:  shard --upload--> gather buffer                          without casts and extensions
  *            shard --upload--> staged --pack, cast--> gather buffer   otherwise
  *   reduce:  view of the reduced gradients --copy--> gradient in host memory
  *

@@ -43,7 +43,7 @@ typedef struct fc_record {
     uint64_t waiting; /* time at which the latest call that waits began */
     uint64_t end;     /* time of the completion or the failure */
     uint64_t work;    /* address of the fct_work; 0: none */
-    uint32_t step;    /* iterations of the root so far */
+    uint32_t step;    /* fc_comm_ctx.step */
     uint16_t pass;    /* fct_op_pass */
     uint8_t kind;     /* fc_record_kind */
     uint8_t state;    /* fc_record_state */

@@ -67,8 +67,8 @@ FC_CHECK fc_status fc_reduce_run(fc_reducer *reducer, fc_span span, bool order_c
 /* Makes the current stream wait for the reducer's latest reduction. Blocks until the latest copies
  * of gradients to host memory are complete. Also waits for the work of the fallback's reduce(). */
 FC_CHECK fc_status fc_reduce_order_compute(fc_reducer *reducer);
-/* Ends a backward: the current stream waits for all reductions of the context, and for the work of
- * the fallback's reduce(). */
+/* Ends a backward: like fc_reduce_order_compute, but the current stream waits for all reductions of
+ * the context. */
 FC_CHECK fc_status fc_reduce_settle(fc_reducer *reducer);
 /* Drops gradients and partial results. Call it after a failure. */
 void fc_reduce_reset(fc_reducer *reducer);

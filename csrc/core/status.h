@@ -1,6 +1,6 @@
 /* Status codes of the core and the error message that belongs to them. A function of the core's
- * headers that can fail returns fc_status and is marked FC_CHECK. Exception: fc_recorder_write sets
- * errno. */
+ * headers that can fail returns fc_status and is marked FC_CHECK. Exceptions: fc_recorder_write
+ * sets errno, fc_reduction_new returns NULL, and checksum.h returns a kernel's message. */
 #ifndef FSDP_C_CORE_STATUS_H
 #define FSDP_C_CORE_STATUS_H
 

@@ -1,5 +1,5 @@
-/* Implements the process groups, streams, events, autograd and profiler of csrc/bridge, the
- * collectives of transport/transport.h, and the kernels of kernels/kernels.h for the dry run.
+/* Implements for the dry run the functions of csrc/bridge that are not in boundary.c, the functions
+ * of transport/transport.h, and the kernels of kernels/kernels.h.
  * Collectives complete at once and move nothing. The rank is 0, and all ranks have equal sizes.
  *
  * The dry run's device keeps buffers packed: fct_pg_takes_chunks() returns false. */

@@ -16,7 +16,8 @@
  *   - alloc, free: object is the storage. bytes is the size. label is the purpose.
  *   - enter, leave: label is the name of torch's profiler range, without "FSDP::".
  *   - pack, unpack, pack_gradients: bytes that the kernel writes.
- *   - copy, cast, add, divide, fill: bytes that the operation writes.
+ *   - copy, cast, add, divide, fill: bytes that the operation writes. If autograd adds to the
+ *     gradient of a parameter, label is the name of the parameter.
  *   - upload, download: bytes copied from, and to, host memory.
  *   - all_gather, reduce_scatter, all_reduce: object is the work. bytes is the size of the larger
  *     buffer. label is the process group: shard, replicate or smaller.

@@ -1,7 +1,7 @@
-/* The foreach kernels: pack shards into an all-gather buffer, unpack gathered shards into
- * parameters, pack gradients into a reduce-scatter buffer. A rank shard is one rank's part of such
- * a buffer. Rank shards follow each other in the order of ranks. Kernels take raw pointers and a
- * stream handle; they use neither torch nor Python.
+/* The kernels pack shards into an all-gather buffer, unpack gathered shards into parameters, and
+ * pack gradients into a reduce-scatter buffer. A rank shard is one rank's part of such a buffer.
+ * Rank shards follow each other in the order of ranks. Kernels take raw pointers and a stream
+ * handle; they use neither torch nor Python.
  *
  * The caller owns all memory and has checked all extents (offset + extent <= storage bytes). CPU
  * kernels keep no pointer after they return. CUDA kernels use the memory until the work queued on

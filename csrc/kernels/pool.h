@@ -24,7 +24,7 @@ typedef struct fck_block {
     struct fck_block *older;
 } fck_block;
 
-/* Smallest request in bytes. Callers allocate smaller buffers with malloc. */
+/* Smallest request in bytes. Callers allocate smaller buffers with torch's default allocator. */
 enum { FCK_POOL_LEAST = 1 << 16 };
 
 /* Returns NULL if no memory is available. The contents are unspecified. */

@@ -29,7 +29,7 @@ typedef struct fct_op_label {
     uint64_t contents;  /* hash of sizes and, for reductions, of factors and of all parameters */
     uint64_t size;      /* of a rank: bytes of an all-gather, elements of a reduction */
     double divisor;     /* of the sum of gradients; 0: no reduction */
-    uint32_t step;      /* forwards of the root so far */
+    uint32_t step;      /* iterations so far (fc_comm_ctx.step) */
     uint16_t pass;      /* fct_op_pass */
     uint16_t reduce_op; /* fct_reduce_op of a reduction */
     char name[FCT_LABEL_NAME_BYTES]; /* end of the unit's name; terminated */
