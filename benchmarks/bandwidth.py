@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from ranks import start_ranks
+from ranks import WARM_UP, start_ranks
 from report import format_table, get_implementations, parse_positive, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/gpu/workers"))
@@ -140,7 +140,7 @@ def make_kernel_calls(size: int) -> Calls:
 def measure_best(calls: Calls, rounds: int, prepare: Callable[[], object]) -> dict[str, float]:
     """Returns the shortest duration of each call in seconds. ``prepare()`` precedes each call."""
     best = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds + 2):
+    for _ in range(WARM_UP + rounds):  # rounds of warm-up cannot lower the minimum
         for name, call in calls.items():
             prepare()
             begin = time.perf_counter()

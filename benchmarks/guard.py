@@ -31,7 +31,7 @@ import time
 from typing import Any
 
 import torch.distributed as dist
-from host import Job, TimedModel, build_model
+from host import WARM_UP_STEPS, Job, TimedModel, build_model
 from ranks import start_ranks, take_turns
 from report import format_table, parse_positive, write_json
 from torch.distributed.device_mesh import DeviceMesh
@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace, transport: str) -> dict[str, float]:
     runs = {}
     for mode in MODES:
         runs[mode] = Run(options, mode)
-        for _ in range(5):
+        for _ in range(WARM_UP_STEPS):
             runs[mode].timed.step()
         runs[mode].timed.times.clear()
     gc.collect()

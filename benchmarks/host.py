@@ -56,6 +56,7 @@ WORLD_SIZE = 8
 REPLICAS = 2
 WIDTH = 16
 PRINTED_COUNTS = (1, 9, 20)
+WARM_UP_STEPS = 5
 STEPS_PER_TURN = 2
 
 
@@ -156,7 +157,7 @@ def measure(
     for name, shard in implementations.items():
         models[name] = build_model(job, groups, params, shard, mesh)
     for run in models.values():
-        for _ in range(5):
+        for _ in range(WARM_UP_STEPS):
             run.step()
         run.times.clear()
     gc.collect()

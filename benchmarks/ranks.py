@@ -19,6 +19,8 @@ import torch.nn as nn
 from report import format_table, parse_positive
 
 STORE = "FSDP_C_BENCH_STORE"
+WARM_UP = 2
+"""Rounds before those that are measured."""
 
 
 def start_ranks(world_size: int) -> bool:
@@ -89,13 +91,13 @@ def measure_in_turns(
     """
     wall: dict[str, list[float]] = {name: [] for name in calls}
     cpu: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(rounds + 2):
+    for i in range(WARM_UP + rounds):
         for name, call in calls.items():
             prepare()
             dist.barrier()
             begin, cpu_begin = time.perf_counter(), time.thread_time()
             call()
-            if i >= 2:
+            if i >= WARM_UP:
                 cpu[name].append((time.thread_time() - cpu_begin) * 1000)
                 wall[name].append((time.perf_counter() - begin) * 1000)
     return {name: Times(min(wall[name]), min(cpu[name])) for name in calls}

@@ -49,6 +49,9 @@ from gpt import GPT, GPTConfig, next_byte_loss
 from fsdp_c import replicate
 
 ONE_PROCESS = "FSDP_C_BENCH_ONE_PROCESS"
+WARM_UP_ROUNDS = 3
+WARM_UP_STEPS = 2
+"""Steps before the memory of a step is measured."""
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "bare": lambda model: model,
     "ddp": lambda model: DistributedDataParallel(model),
@@ -122,7 +125,7 @@ def measure_steps(
     for is_warm_up in (True, False):
         gc.collect()
         gc.disable()
-        for _ in range(3 if is_warm_up else options.rounds):
+        for _ in range(WARM_UP_ROUNDS if is_warm_up else options.rounds):
             for run in runs.values():
                 run.run_timed_step(clock)
         gc.enable()
@@ -137,7 +140,7 @@ def measure_memory(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     peaks_by_name: dict[str, dict[str, float]] = {}
     for name in IMPLEMENTATIONS:
         run = TimedModel(lambda: make_gpt(options), name)
-        for _ in range(2):
+        for _ in range(WARM_UP_STEPS):
             run.step()
             run.clear_gradients()
         unit = sum(parameter.numel() * parameter.element_size() for parameter in run.parameters)

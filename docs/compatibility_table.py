@@ -26,7 +26,7 @@ LINE_ITEMS = 3
 """Reasons of skipped tests, or names of tests, in a line."""
 
 MAX_FUNCTIONS = 8
-"""Names of test functions in one remark."""
+"""Failed test functions of a run that are listed by name. More are only counted."""
 
 NO_BUILDS = {("2.15", "3.10")}
 """Pairs of a torch release and a version of Python for which torch has no builds."""

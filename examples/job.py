@@ -19,7 +19,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 class UsageError(Exception):
-    """The command line requires something that this machine or installation does not have."""
+    """The arguments are wrong, or require something that this machine does not have."""
 
 
 def print_on_rank_0(*lines: str) -> None:

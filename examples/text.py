@@ -74,8 +74,8 @@ def load_corpus(max_bytes: int) -> Corpus:
 class Windows:
     """Non-overlapping windows of a text in a shuffled order that depends only on the seed.
 
-    The position in the data is one integer: the number of windows that all ranks have consumed. A
-    checkpoint stores it, so that a resumed run continues with the next batch.
+    The position in the data is one integer: the number of windows that all ranks have consumed. It
+    follows from the number of steps, so a resumed run continues with the next batch.
     """
 
     def __init__(self, text: Tensor, context: int, seed: int) -> None:

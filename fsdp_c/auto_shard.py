@@ -101,11 +101,12 @@ def auto_shard(
             (other policies may select nothing, and the model is one unit); tied weights are in
             units with different arguments (the message names both); ``frozen="error"`` and a unit
             has trainable and frozen parameters; a unit exceeds ``max_transient`` and cannot be
-            split; a bound is not positive; ``frozen`` is another text.
-        TypeError: ``model`` is not a module, ``policy`` not a policy, or a bound not a number.
+            split; a bound is not positive; ``policy`` or ``frozen`` is another text.
+        TypeError: ``model`` is not a module, ``policy`` not a policy, or a bound not a number; or
+            ``shard_fn`` does not have an argument.
 
     An exception, of the policy or of ``fully_shard``, leaves the model unchanged if
-    ``keep_originals`` is true. Rank 0 logs the units in one INFO line of torch's FSDP2 logger.
+    ``keep_originals`` is true. Each rank logs the units in one INFO line of torch's FSDP2 logger.
     """
     if frozen not in ("warn", "error", "ignore"):
         raise ValueError(f"frozen should be 'warn', 'error' or 'ignore', not {frozen!r}")

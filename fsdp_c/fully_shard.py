@@ -101,11 +101,11 @@ def fully_shard(
     """Shards the parameters of ``module`` over ``mesh`` in place, as FSDP2's ``fully_shard`` does.
 
     Every parameter below ``module`` that no earlier call sharded becomes a ``DTensor`` parameter,
-    sharded on dim 0. The parameter keeps its dtype. Parameters and buffers that are not on the meta
-    device move to the device of the mesh. Forward gathers the group's parameters in one all-gather.
-    Backward reduces their gradients in one reduce-scatter. Call ``fully_shard`` bottom-up: blocks
-    first, then the root. Arguments, numbers and exceptions are those of
-    ``torch.distributed.fsdp.fully_shard``.
+    sharded on dim 0 unless ``shard_placement_fn`` selects another dim. The parameter keeps its
+    dtype. Parameters and buffers that are not on the meta device move to the device of the mesh.
+    Forward gathers the group's parameters in one all-gather. Backward reduces their gradients in
+    one reduce-scatter. Call ``fully_shard`` bottom-up: blocks first, then the root. Arguments,
+    numbers and exceptions are those of ``torch.distributed.fsdp.fully_shard``.
 
     Args:
         module: A module, or a list of modules that form one group.

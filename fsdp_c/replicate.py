@@ -139,6 +139,8 @@ def replicate(
             each other, or the bucket size is not positive.
         AssertionError: ``replicate`` was already applied to a module, or ``fully_shard`` to one
             module of a list.
+        NotImplementedError: A parameter is not contiguous, or this torch does not have
+            ``dp_mesh_dims``.
 
     A call that raises restores the module.
     """

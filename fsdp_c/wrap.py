@@ -77,7 +77,10 @@ def plan(
     """Returns the units that :func:`auto_shard` would make, inner units before outer units.
 
     Does not change the model, and needs no process group. ``ranks`` is the number of ranks to shard
-    over. Arguments and exceptions are those of :func:`auto_shard`.
+    over. Other arguments and the exceptions are those of :func:`auto_shard`.
+
+    Raises:
+        ValueError: Also if ``ranks`` is not positive.
     """
     classes, kwargs = tuple(full_precision_classes), dict(fully_shard_kwargs)
     modules, params = set(ignored_modules), set(ignored_params)

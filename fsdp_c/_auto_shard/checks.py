@@ -52,9 +52,9 @@ def find_mixed_requires_grad(
         trainable = {p: fqn for p, fqn in params.items() if p.requires_grad}
         frozen = {p: fqn for p, fqn in params.items() if not p.requires_grad}
         if trainable and frozen:
-            name = ", ".join(name or type(model).__name__ for name in unit.names)
+            subject = ", ".join(name or type(model).__name__ for name in unit.names)
             yield (
-                f"{name} has both parameters with requires_grad=True and False. The frozen ones "
+                f"{subject} has both parameters with requires_grad=True and False. The frozen ones "
                 f"({sum(p.numel() for p in frozen)} numel) are gathered for backward together with "
                 f"the others ({sum(p.numel() for p in trainable)} numel). If possible, wrap the "
                 "frozen parameters with FSDP separately.\n"

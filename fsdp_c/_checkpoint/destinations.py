@@ -43,7 +43,8 @@ def collect_targets_on_all_ranks(model: nn.Module, ranks: LoadingRanks) -> dict[
 class Destination:
     """The destination of a full tensor: ``local`` is its block that begins at index ``starts``.
 
-    ``starts`` is None if ``local`` is not one block of the full tensor.
+    ``value`` is the model's tensor. ``starts`` is None if ``local`` is not one block of the full
+    tensor.
     """
 
     value: torch.Tensor

@@ -74,8 +74,8 @@ class _SymbolTable:
         self.symbols, self.strings = tags[DT_SYMTAB], tags[DT_STRTAB]
         table = tags[DT_GNU_HASH]
         header = (ctypes.c_uint32 * 4).from_address(table)
-        self.bucket_count, self.first_symbol, words, _ = header
-        self.buckets = table + ctypes.sizeof(header) + 8 * words
+        self.bucket_count, self.first_symbol, bloom_words, _ = header
+        self.buckets = table + ctypes.sizeof(header) + 8 * bloom_words  # after the Bloom filter
         self.chain = self.buckets + 4 * self.bucket_count
 
     def find_size(self, name: bytes) -> int:

@@ -119,8 +119,8 @@ class Departures:
         try:
             try:
                 self._own_departures[departure.group] = departure
-                is_first = store.add(key, 1) <= MAX_REQUESTING_RANKS
-                self._wait(departure, store, key, group, is_first)
+                may_request = store.add(key, 1) <= MAX_REQUESTING_RANKS
+                self._wait(departure, store, key, group, may_request)
                 is_agreed = True
                 self._delete_when_all_have_read(store, key, size)
             finally:
@@ -165,9 +165,9 @@ class Departures:
         store: dist.Store,
         key: str,
         group: dist.ProcessGroup,
-        is_first: bool,
+        may_request: bool,
     ) -> None:
-        """Waits until ``key`` counts all ranks. ``is_first``: publishes a request if necessary."""
+        """Waits until ``key`` counts all ranks. ``may_request``: publishes a request, too."""
         size, limit = group.size(), get_timeout(group, "cpu").total_seconds()
         begin = time.monotonic()
         request = ""
@@ -175,7 +175,7 @@ class Departures:
             while (count := read_count(store, key)) < size or not self._decide(store, key):
                 seconds = time.monotonic() - begin
                 if seconds > PATIENCE:
-                    if is_first and not request:
+                    if may_request and not request:
                         # Stored first: if a signal handler raises in _publish, `finally` closes it.
                         request = self._make_key()
                         self._publish(request, departure)

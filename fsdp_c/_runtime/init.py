@@ -109,7 +109,7 @@ def shard_modules(
     ]
     renaming_module = next((m for m, name in registrations if name not in m._parameters), None)
     names = [] if renaming_module is None else _list_names(modules)
-    holders = [module for module, _ in registrations]
+    holders = [holder for holder, _ in registrations]
     transaction.set_snapshot(
         ModuleSnapshot([*modules, *managed_modules, *holders], [*params, *buffers])
     )

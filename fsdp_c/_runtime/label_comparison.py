@@ -56,7 +56,8 @@ class Progress:
         """Begins a comparison. Returns the blocks that the neighbor may need.
 
         The neighbor reads them up to ``INTERVAL`` seconds later. By then this rank has dropped much
-        smaller blocks, so a request for them would remain without an answer.
+        smaller blocks, so a request for them would remain without an answer. Blocks of more than
+        two intervals are not needed either: shorter ones overlap with those of the neighbor.
         """
         end = find_end(blocks)
         self._previous, self._issued, self.end = self._issued, end - self.end, end

@@ -58,7 +58,8 @@ def check_model(root: nn.Module) -> None:
     """Logs one warning per likely mistake in a sharded model, before its first forward.
 
     The mistakes: repeated layers in the root unit, mixed-precision policies on blocks only, units
-    much larger than the median, ``DistributedDataParallel`` inside. Never raises.
+    much larger than the median, ``DistributedDataParallel`` inside. Environment variables with
+    unknown values are reported, too. Never raises.
     """
     with log_failure():
         for text in check_environment():

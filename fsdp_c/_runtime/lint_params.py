@@ -29,7 +29,7 @@ _params_by_registration: weakref.WeakValueDictionary[tuple[int, str], Any] = (
 )
 """Maps (id of module, name) to the ``FSDPParam``. Modules may have ``__eq__`` and no hash."""
 _replaced_registrations: dict[tuple[int, str], tuple[Any, int]] = {}
-"""Maps (id of module, name) to the ``FSDPParam`` and the ``id`` of the replacement."""
+"""Maps (id of module, name) to a weak reference to the ``FSDPParam``, and the new object's id."""
 _checked_optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = (
     weakref.WeakValueDictionary()
 )

@@ -207,13 +207,13 @@ class ParamShard(_C.Param, FSDPParam, MissingParamMembers):
         Gradients that DTensor may reduce over further mesh dimensions are always cast first.
         """
         dtype = self.unsharded_grad_dtype
-        compute = self.param_dtype or self.orig_dtype
+        compute_dtype = self.param_dtype or self.orig_dtype
         self._grad_dtype = dtype
         self._defers_cast = (
             dtype is not None
             and dtype.is_floating_point
-            and compute.is_floating_point
-            and dtype.itemsize > compute.itemsize
+            and compute_dtype.is_floating_point
+            and dtype.itemsize > compute_dtype.itemsize
             and not self.may_reduce_grad_outside_dp
         )
         unsharded = getattr(self, "_unsharded_param", None)

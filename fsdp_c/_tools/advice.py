@@ -58,6 +58,7 @@ def _iterate_candidates(sharding: Sharding, trace: Trace | None) -> Iterator[_Ca
             trace,
             0.5,
         )
+    # The factor 3/2, because padding alone also makes the input larger.
     with_wider_reduction = [
         u for u in units if u.reduce_input_bytes > u.unsharded_gradient_bytes * 3 // 2
     ]

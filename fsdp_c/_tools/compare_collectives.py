@@ -58,8 +58,8 @@ ELEMENT_BYTES = {
 def count_bytes(event: Any, backend_dtypes: dict[tuple[int, ...], str]) -> int:
     """Returns the bytes of an operation's largest tensor. A barrier has none.
 
-    The profiler records no dtype for lists of tensors: their dtype is that of the backend's event.
-    In torch 2.11 it records no shapes for lists, so they have no bytes.
+    The profiler records no dtype for lists of tensors: their dtype is that of the backend's event,
+    or else float32. In torch 2.11 it records no shapes for lists, so they have no bytes.
     """
     if event.name() == "c10d::barrier":
         return 0
@@ -69,6 +69,6 @@ def count_bytes(event: Any, backend_dtypes: dict[tuple[int, ...], str]) -> int:
         is_list = bool(shapes) and isinstance(shapes[0], list)
         for shape in shapes if is_list else [shapes]:
             if shape or is_list:
-                known = backend_dtypes.get(tuple(shape), "float") if is_list else dtype
-                largest = max(largest, math.prod(shape) * ELEMENT_BYTES.get(known, 1))
+                dtype_name = backend_dtypes.get(tuple(shape), "float") if is_list else dtype
+                largest = max(largest, math.prod(shape) * ELEMENT_BYTES.get(dtype_name, 1))
     return largest

@@ -75,7 +75,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--optimizer", default="AdamW", help="a class of torch.optim")
     add("--no-reshard", action="store_true", help="reshard_after_forward=False")
     add("--offload", action="store_true", help="shards and states in CPU memory")
-    add("--device", default="cuda")
+    add("--device", default="cuda", help="device type of training: cuda (the default) or cpu")
     add("--plot", help="file for a plot of the step's memory: memory.png")
     return parser
 

@@ -24,7 +24,7 @@ from .trace_spans import Span
 DESCRIPTION = """\
 Prints the oldest collective that each rank has not completed, or else its last one, and the first
 difference between the ranks of each process group. The files are <port>-rank<N>.records in the
-folder FSDP_C_STALL_DIR.
+folder FSDP_C_STALL_DIR, by default fsdp_c-<user id> in the folder for temporary files.
 Exit code 1: the ranks differ. 2: a file cannot be read or written."""
 
 

@@ -332,20 +332,20 @@ def find_mixed_dtypes(facts: Facts) -> Iterator[_Change]:
     mixed = [u for u in units if len({p.reduce_dtype for p in u.trained_params}) > 1]
     if not mixed:
         return
-    narrow = min((p.orig_dtype for u in mixed for p in u.trained_params), key=lambda d: d.itemsize)
+    dtype = min((p.orig_dtype for u in mixed for p in u.trained_params), key=lambda d: d.itemsize)
 
     def change(unit: UnitSizes) -> UnitSizes:
         params = tuple(map(change_param, unit.params)) if unit in mixed else unit.params
         return replace(unit, params=params)
 
     def change_param(param: ParamSize) -> ParamSize:
-        compute = narrow if param.compute_dtype == param.orig_dtype else param.compute_dtype
-        return param._replace(orig_dtype=narrow, compute_dtype=compute, reduce_dtype=narrow)
+        compute_dtype = dtype if param.compute_dtype == param.orig_dtype else param.compute_dtype
+        return param._replace(orig_dtype=dtype, compute_dtype=compute_dtype, reduce_dtype=dtype)
 
     yield _Change(
         f"{format_names([unit.name for unit in mixed])} have parameters of several dtypes, whose "
         "gradients are reduced in the widest one. torch's FSDP2 refuses such units",
-        f"module.to({narrow})  # before fully_shard",
+        f"module.to({dtype})  # before fully_shard",
         _map_units(facts, change),
         lambda saves: f"{format_bytes(saves.received)} received",
     )

@@ -52,7 +52,8 @@ def draw_timeline(
     suffix = f" ({hidden_ranks} more ranks are not shown)" if hidden_ranks else ""
     width = axes.figure.get_figwidth()
     full_title = (title + suffix).replace(" %", "\xa0%").replace(" ms", "\xa0ms")
-    axes.set_title("\n".join(textwrap.wrap(full_title, int(9.3 * width))), fontsize=10.5,
+    characters = int(9.3 * width)  # that fit at this font size
+    axes.set_title("\n".join(textwrap.wrap(full_title, characters)), fontsize=10.5,
                    loc="left", parse_math=False)  # fmt: skip
     _draw_rows(axes, drawn_ranks, _list_tracks(drawn_ranks.values()), width)
     if legend:

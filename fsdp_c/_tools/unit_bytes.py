@@ -367,7 +367,7 @@ def _make_planned_unit_sizes(
     if reshard is None:
         reshard = state != 0
     if reshard is not True and reshard in (1, mesh[1]):
-        reshard = reshard != 1
+        reshard = reshard != 1  # a shard of one rank is the whole parameter
     offload: Any = unit.kwargs.get("offload_policy")
     offloads = isinstance(offload, CPUOffloadPolicy) and not on_cpu
     return UnitSizes(
