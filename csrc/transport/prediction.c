@@ -78,38 +78,32 @@ static void add_successor(op_prediction *p, uint64_t key, uint64_t value) {
         (op_successor){key, value};
 }
 
-/* Returns the entry of the longest current context that is known, or NULL. Writes the index of the
- * next longer length. */
-static op_successor *find_longest(const op_prediction *p, int *longer) {
-    op_successor *found = NULL;
-    int i = p->successors != NULL ? OP_CONTEXTS : 0;
-    while (i > 0 && found == NULL) {
-        found = p->count >= lengths[i - 1] ? find_successor(p, context_key(p, i - 1)) : NULL;
-        i -= found == NULL ? 1 : 0;
+/* Finds the longest current context that is known. */
+static void find_longest(op_prediction *p) {
+    int i = OP_CONTEXTS;
+    p->next = NULL;
+    while (i > 0 && p->next == NULL) {
+        p->next = p->count >= lengths[i - 1] ? find_successor(p, context_key(p, i - 1)) : NULL;
+        i -= p->next == NULL ? 1 : 0;
     }
-    *longer = i;
-    return found;
+    p->longer = i;
 }
 
 uint64_t op_prediction_next(const op_prediction *p) {
-    int longer = 0;
-    const op_successor *successor = find_longest(p, &longer);
-    return successor != NULL ? successor->value : 0;
+    return p->next != NULL ? p->next->value : 0;
 }
 
 /* Adds the next longer context only after a failed prediction, so that the table has space for long
  * sequences. */
 static void learn(op_prediction *p, uint64_t value) {
-    int longer = 0;
-    op_successor *successor = find_longest(p, &longer);
-    if (successor != NULL && successor->value == value) {
+    if (p->next != NULL && p->next->value == value) {
         return;
     }
-    if (successor != NULL) {
-        successor->value = 0;
+    if (p->next != NULL) {
+        p->next->value = 0;
     }
-    if (longer < OP_CONTEXTS && p->count >= lengths[longer]) {
-        add_successor(p, context_key(p, longer), value);
+    if (p->longer < OP_CONTEXTS && p->count >= lengths[p->longer]) {
+        add_successor(p, context_key(p, p->longer), value);
     }
 }
 
@@ -123,6 +117,7 @@ void op_prediction_add(op_prediction *p, uint64_t value) {
     }
     p->recent[p->count % OP_RECENT] = value;
     p->count++;
+    find_longest(p);
 }
 
 uint64_t op_prediction_at(const op_prediction *p, uint64_t number) {

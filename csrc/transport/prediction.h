@@ -27,6 +27,8 @@ typedef struct op_prediction {
     uint64_t factors[OP_CONTEXTS];  /* weight of the oldest value in each hash */
     uint64_t *recent;               /* [OP_RECENT] the last values, by number; owned */
     op_successor *successors;       /* [OP_SUCCESSORS] in buckets by hash of the context; owned */
+    op_successor *next;             /* of the longest current context that is known; NULL: none */
+    int longer;                     /* index of the next longer length */
 } op_prediction;
 
 /* Releases the memory. The struct can be used again. */

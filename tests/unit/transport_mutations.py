@@ -238,15 +238,15 @@ TRANSPORT_MUTATIONS = {
     ),
     "context with different successors predicts the first one": Mutation(
         "prediction",
-        "        successor->value = 0;\n",
+        "        p->next->value = 0;\n",
         "",
         "test_prediction",
         "[  FAILED  ] context_with_different_successors_gives_no_prediction",
     ),
     "shortest context decides": Mutation(
         "prediction",
-        "    while (i > 0 && found == NULL) {",
-        "    i = i > 1 ? 1 : i;\n    while (i > 0 && found == NULL) {",
+        "    int i = OP_CONTEXTS;\n",
+        "    int i = 1;\n",
         "test_prediction",
         "[  FAILED  ] longest_known_context_decides_the_prediction",
     ),
