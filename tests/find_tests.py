@@ -202,6 +202,7 @@ TESTS_OF = {
     "stall_monitor": STALL,
     "stall_report": (*STALL, "test_stall_monitor"),
     "departures": ("test_divergence",),
+    "other_groups": ("test_agreement", "test_replica_divergence"),
     "comparison_requests": ("test_divergence", "test_cuda_divergence"),
     "label_comparison": ("test_cuda_divergence", "test_cuda_checksums"),
     "zero_grad": ("test_behavior_zero_grad",),

@@ -50,17 +50,17 @@ bool fcpy_state_check_context_attribute(const fcpy_state *self, const char *attr
            (self->is_root != Py_None || raise_no_attribute("FSDPCommContext", attribute));
 }
 
-/* Calls add_difference() of _runtime/plan_hash.py with the pending exception, if it is a
+/* Calls handle_error() of _runtime/plan_hash.py with the pending exception, if it is a
  * RuntimeError. An exception of the call is dropped, except for KeyboardInterrupt and others that
  * are no Exception. */
-static void add_model_difference(PyObject *owner) {
+static void handle_error(PyObject *owner) {
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
         return;
     }
     PyObject *error = (PyObject *)fct_error_set_aside();
     PyObject *module = PyImport_ImportModule("fsdp_c._runtime.plan_hash");
     PyObject *result =
-        module == NULL ? NULL : PyObject_CallMethod(module, "add_difference", "OO", error, owner);
+        module == NULL ? NULL : PyObject_CallMethod(module, "handle_error", "OO", error, owner);
     Py_XDECREF(module);
     Py_XDECREF(result);
     if (result == NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
@@ -75,8 +75,8 @@ static int check_status(PyObject *owner, const fc_comm_ctx *comm, fc_status stat
         return 0;
     }
     (void)fcpy_raise(status, comm != NULL ? comm->error.message : NULL);
-    if (status == FC_ERAISED) {
-        add_model_difference(owner);
+    if (status == FC_ERAISED || status == FC_ESTATE) {
+        handle_error(owner);
     }
     return -1;
 }

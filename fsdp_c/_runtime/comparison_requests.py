@@ -1,4 +1,4 @@
-"""Requests of a rank that the other ranks compare collectives or checksums with theirs.
+"""Requests of a rank that other ranks compare collectives or checksums with theirs, or stop.
 
 Ranks exchange requests through the job's default store (``departures.py``).
 """
@@ -19,13 +19,15 @@ Entries = tuple[int, bytes]
 
 @dataclass
 class ComparisonRequest:
-    """A collective that this rank is about to issue, or a part of what it has issued.
+    """A collective that this rank is about to issue, a part of what it has issued, or a stop.
 
     - By default: the collective with ``number`` and ``signature``.
     - With ``label_count``: that many issued collectives from ``number`` on. ``signature`` is the
       hash of their labels (``label_comparison.py``).
     - With ``has_checksums``: the interval of checksums with this ``number``. ``signature`` is the
       hash of the checksums.
+    - With ``difference``: a difference that was found in another process group. The ranks raise it
+      (``other_groups.py``).
     """
 
     group: str
@@ -41,6 +43,7 @@ class ComparisonRequest:
     """The latest collectives, or the checksums, as ``op_entry`` structs in base64."""
     label_count: int = 0
     has_checksums: bool = False
+    difference: str = ""
 
     @property
     def was_issued(self) -> bool:
@@ -76,6 +79,13 @@ def make_checksum_request(
     entries = _C.checksum_entries(process_group.group_name, number)
     request = _make_request(process_group, number, signature, entries)
     request.has_checksums = True
+    return request
+
+
+def make_stop_request(process_group: dist.ProcessGroup, difference: str) -> ComparisonRequest:
+    """Requests that the ranks of the process group raise ``difference``."""
+    request = _make_request(process_group, 0, 0, (0, b""))
+    request.difference = difference
     return request
 
 

@@ -17,6 +17,9 @@ cannot compare theirs through another collective. The ranks use stores:
   collective with that number has another signature, the rank publishes the difference.
 - Every rank that reads the difference stops the collectives of the process group: waits and later
   collectives raise the same text.
+
+Ranks also read requests to stop a process group, because ranks of another one differ
+(``other_groups.py``).
 """
 
 from __future__ import annotations
@@ -57,6 +60,8 @@ _WRITE_TIMEOUT = 5.0
 """Seconds after which a rank that has not completed its write is assumed to have ended."""
 _ISSUE = "issue"
 """Decision of the ranks that are about to issue a collective: no rank can leave any more."""
+_REPEAT_SECONDS = (1.0, 3.0, 10.0, 30.0)
+"""Times after a stop request at which it is published again."""
 _POLL_INTERVALS = (0.0005, 0.05)
 """The shortest and the longest time between two reads of a store, in seconds."""
 _REMEDY = (
@@ -93,6 +98,8 @@ class Departures:
         # By number. Not closed, and without a published difference.
         self._open_requests: dict[int, ComparisonRequest] = {}
         self._logged: set[str] = set()  # process groups whose difference was logged
+        self._stop_requests: list[ComparisonRequest] = []  # of this rank
+        self._repeat_at: list[float] = []  # times at which they are published again
 
     def is_current(self) -> bool:
         return self._default_group() is dist.group.WORLD
@@ -223,6 +230,25 @@ class Departures:
         self._publish(key, request)
         return key
 
+    def stop(self, request: ComparisonRequest) -> None:
+        """Publishes a stop request (``make_stop_request``), and stops this rank's collectives."""
+        self._stop(request, request.difference)
+        self.publish(request)
+        with self._lock:
+            self._stop_requests.append(request)
+            self._repeat_at = [time.monotonic() + seconds for seconds in _REPEAT_SECONDS]
+
+    def repeat_stops(self) -> None:
+        """Publishes the stop requests again if it is time.
+
+        A rank does not read requests that were published before its own first forward.
+        """
+        with self._lock:
+            if self._repeat_at and time.monotonic() >= self._repeat_at[0]:
+                del self._repeat_at[0]
+                for request in self._stop_requests:
+                    self.publish(request)
+
     def is_open(self, key: str) -> bool:
         """Whether the request has no published difference."""
         return not self._store.check([f"{key}/difference"])
@@ -266,6 +292,8 @@ class Departures:
 
         Returns "" without one, and ``_CLOSED`` if the request is closed.
         """
+        if request.difference:
+            return request.difference
         key = f"{_REQUESTS}/{number}/difference"
         if self._store.check([key]):
             return str(self._store.get(key).decode())

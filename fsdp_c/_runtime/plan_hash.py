@@ -25,6 +25,7 @@ from ..version import __version__
 from . import label_comparison, plan_store
 from .env import OFF
 from .meshes import get_group_name, list_process_groups
+from .other_groups import stop_other_groups
 
 ENVIRONMENT_SWITCH = "FSDP_C_GUARD"
 STORE_TIMEOUT = timedelta(seconds=10)
@@ -97,12 +98,16 @@ def set_plans(states: list[Any]) -> None:
         group._plans = plans
         values = (hashes[name] if name else _OFF for name in group_names)
         group._set_plans(*values, root, mode == "hash")
+    differences = []
     for name, process_group in _find_nccl(names).items():
         label_comparison.prepare(process_group)
         difference = plan_store.compare(process_group, f"{hashes[name]:x}")
-        if difference is not None:
-            raise_difference(plans, name, *difference)
-        label_comparison.add(process_group)
+        if difference is None:
+            label_comparison.add(process_group)
+        else:
+            differences.append((name, *difference))
+    if differences:
+        raise_difference(plans, *differences[0])
 
 
 def _find_nccl(names: dict[Any, tuple[str | None, ...]]) -> dict[str, dist.ProcessGroup]:
@@ -136,25 +141,38 @@ def raise_difference(
         found = _read_difference(plans, name, rank, hashes)
     except (RuntimeError, ValueError) as error:  # the store has ended, or a rank has not written
         found = f"their descriptions could not be read ({error})"
-    raise RuntimeError(
+    text = (
         f"ranks 0 and {rank} of process group '{name}' have different models: {found}\n"
         "Make the model, its units and their settings equal on all ranks before the first forward "
         f"({ENVIRONMENT_SWITCH}=off on all ranks turns this check off)."
     )
+    raise RuntimeError(text + stop_other_groups(text, plans))
 
 
-def add_difference(error: RuntimeError, owner: Any) -> None:
-    """Adds the first difference between two models to the error of a collective.
+def handle_error(error: RuntimeError, owner: Any) -> None:
+    """Stops the other process groups of the model if ranks differ; see ``other_groups.py``.
 
-    The labels of shared memory do not contain it. Every rank that raises such an error calls this
-    function, so each of them writes its description. ``owner``: the group or state that raises.
+    Adds this to the text of the error, and the first difference between models. ``owner``: the
+    group or state that raises the error.
     """
-    match = _OF_ANOTHER_MODEL.search(str(error))
     states = owner._state_ctx.all_states if hasattr(owner, "_state_ctx") else ()
     groups = [group for state in states for group in state._fsdp_param_groups] or [owner]
     plans = getattr(groups[0], "_plans", {})
+    stopped = stop_other_groups(str(error), plans)
+    added = _find_model_difference(str(error), plans) + stopped
+    if added:
+        error.args = (f"{error}{added}",)
+
+
+def _find_model_difference(text: str, plans: dict[str, list[str]]) -> str:
+    """Returns the first difference between two models for the text of an error of a collective.
+
+    The labels of shared memory do not contain it. Every rank that raises such an error calls this
+    function, so each of them writes its description.
+    """
+    match = _OF_ANOTHER_MODEL.search(text)
     if match is None or match[1] not in plans:
-        return
+        return ""
     pair = int(match[2]), int(match[3])
     try:
         process_group = _resolve_process_group(match[1])  # type: ignore[arg-type]
@@ -162,9 +180,10 @@ def add_difference(error: RuntimeError, owner: Any) -> None:
         store.set(_make_key(process_group.rank()), "\n".join(plans[match[1]]))
         first, second = _read_descriptions(store, list(map(_make_key, pair)), FAILURE_TIMEOUT)
     except (RuntimeError, ValueError):  # the store has ended, or a rank has not written
-        return
-    if first != second:  # equal models have different labels if ranks run different ones
-        error.args = (f"{error}\nThe models differ: {find_difference(first, second, pair)}",)
+        return ""
+    if first == second:  # equal models have different labels if ranks run different ones
+        return ""
+    return f"\nThe models differ: {find_difference(first, second, pair)}"
 
 
 def _make_key(rank: int) -> str:

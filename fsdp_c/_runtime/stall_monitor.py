@@ -257,6 +257,7 @@ class StallMonitor(threading.Thread):
         now, records = read_own_records(READ_COUNT)
         wait, seconds = measure_wait(now, records)
         self._compare(seconds)
+        get_departures().repeat_stops()
         newest = records[0].number if records else 0
         is_progressing = newest != self._newest and seconds < self._interval
         self._newest = newest

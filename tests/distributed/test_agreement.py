@@ -95,9 +95,13 @@ def test_ranks_of_hsdp_agree_over_both_process_groups() -> None:
     assert run_ranks(agreement.run_hsdp, 4, (False,), env=GLOO) == [""] * 4
 
 
-def test_divergence_in_hsdp_raises_on_the_ranks_that_share_a_process_group() -> None:
-    texts = run_ranks(agreement.run_hsdp, 4, (True,), env=GLOO)
-    assert ["collective mismatch: " in text for text in texts] == [False, True, True, True]
+@pytest.mark.parametrize("env", [GLOO, {}], ids=["gloo", "shared memory"])
+def test_divergence_of_one_rank_of_hsdp_raises_on_all_ranks(env: dict[str, str]) -> None:
+    texts = run_ranks(agreement.run_hsdp, 4, (True,), env=env)
+    assert ["collective mismatch: " in text for text in texts] == [True] * 4
+    assert all(text.endswith("Restart all ranks from a checkpoint") for text in texts)
+    # Rank 0 has no process group in common with rank 3.
+    assert "ranks of another process group differ: collective mismatch: rank 0 " in texts[0]
 
 
 def test_observers_of_collectives_do_not_count_agreements() -> None:

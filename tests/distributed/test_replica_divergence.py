@@ -35,6 +35,15 @@ def test_different_models_of_replicas_raise_on_all_ranks(
 
 
 @pytest.mark.parametrize("transport", ["direct", "gloo"])
+def test_different_model_of_one_rank_of_hsdp_raises_on_all_ranks(transport: str) -> None:
+    messages = run_ranks(replica_divergence.run_one_rank, 4, env={"FSDP_C_TRANSPORT": transport})
+    for message in messages:
+        assert "ranks 0 and 1 of process group '" in message
+        assert "' have different models: " in message
+        assert message.endswith("Restart all ranks from a checkpoint")
+
+
+@pytest.mark.parametrize("transport", ["direct", "gloo"])
 @pytest.mark.parametrize("job", RANKS)
 def test_equal_models_of_replicas_train(job: str, transport: str) -> None:
     assert [messages[""] for messages in collect_messages(job, transport)] == [""] * RANKS[job]

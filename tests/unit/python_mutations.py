@@ -137,6 +137,20 @@ PYTHON_MUTATIONS = {
         "unit/test_departures.py::test_departing_rank_stores_its_decision_before_it_issues",
         "KeyError: 'key/decision'",
     ),
+    "stop request is published once": PythonMutation(
+        "_runtime/departures.py",
+        "                    self.publish(request)\n",
+        "                    pass\n",
+        "unit/test_departures.py",
+        "assert [('group', 'the text')] == ",
+    ),
+    "process groups without further ranks are stopped": PythonMutation(
+        "_runtime/other_groups.py",
+        "if not ranks.issuperset(dist.get_process_group_ranks(process_group)):",
+        "if ranks:",
+        "unit/test_other_groups.py",
+        "assert ['all', 'columns', 'part', 'rows'] == ['all', 'columns']",
+    ),
     "position of a rank has the wait that began last": PythonMutation(
         "_runtime/stall_report.py",
         "wait = min(waits,",

@@ -1,4 +1,4 @@
-"""A rank that an exception interrupts while it waits for the departures of the other ranks.
+"""A rank that an exception interrupts while it waits for the departures of other ranks, and stops.
 
 A rank departs: it announces a collective that was not predicted, and waits. A rank leaves: it
 withdraws the announcement (``fsdp_c/_runtime/departures.py``).
@@ -7,10 +7,12 @@ withdraws the announcement (``fsdp_c/_runtime/departures.py``).
 from __future__ import annotations
 
 import datetime
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from fsdp_c._runtime import departures
 from fsdp_c._runtime.comparison_requests import ComparisonRequest
@@ -92,3 +94,36 @@ def test_departing_rank_stores_its_decision_before_it_issues_the_collective(
     store.add("key", WORLD)
     departures.Departures._wait(own, departure, store, "key", group, False)
     assert store.values["key/decision"] == "issue"
+
+
+def make_departures(
+    rank: int, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> departures.Departures:
+    monkeypatch.setattr(departures, "_get_default_group", lambda: SharedStore)
+    monkeypatch.setattr(departures, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    return departures.Departures()
+
+
+def test_stop_request_reaches_a_rank_that_begins_to_read_requests_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stopped = []
+    monkeypatch.setattr(departures._C, "stop_collectives", lambda *args: stopped.append(args))
+    store = dist.HashStore()
+    first = make_departures(0, store, monkeypatch)
+    request = ComparisonRequest("group", [0, 1], 0, 0, 0, 0, "", difference="the text")
+    first.stop(request)
+    assert stopped == [("group", "the text")]
+    second, other = (make_departures(rank, store, monkeypatch) for rank in (1, 2))
+    second.answer_requests()
+    first.repeat_stops()  # too early
+    second.answer_requests()
+    assert len(stopped) == 1
+    now = time.monotonic() + 1.0
+    monkeypatch.setattr(departures.time, "monotonic", lambda: now)
+    first.repeat_stops()
+    second.answer_requests()
+    other.answer_requests()  # its rank is not in the process group
+    assert stopped == [("group", "the text")] * 2
+    assert not second.has_open_requests()

@@ -57,6 +57,15 @@ def train(model: Any) -> None:
         model(x).sum().backward()
 
 
+def run_one_rank(rank: int, world_size: int) -> str:
+    """Returns the message of the RuntimeError of HSDP. The model of the last rank differs."""
+    shard = partial(fsdp_c.fully_shard, mesh=make_mesh("HSDP"))
+    model = make_model("frozen parameter" if rank == world_size - 1 else "", shard)
+    message = error_message(partial(train, model))
+    dist.barrier()
+    return message
+
+
 def run(rank: int, world_size: int, job: str) -> dict[str, str]:
     """Returns the message of the RuntimeError, or "", by difference.
 
