@@ -60,7 +60,7 @@ _WRITE_TIMEOUT = 5.0
 """Seconds after which a rank that has not completed its write is assumed to have ended."""
 _ISSUE = "issue"
 """Decision of the ranks that are about to issue a collective: no rank can leave any more."""
-_REPEAT_SECONDS = (1.0, 3.0, 10.0, 30.0)
+_REPEAT_SECONDS = (0.3, 1.0, 3.0, 10.0, 30.0)
 """Times after a stop request at which it is published again."""
 _POLL_INTERVALS = (0.0005, 0.05)
 """The shortest and the longest time between two reads of a store, in seconds."""
