@@ -158,7 +158,8 @@ def handle_error(error: RuntimeError, owner: Any) -> None:
     states = owner._state_ctx.all_states if hasattr(owner, "_state_ctx") else ()
     groups = [group for state in states for group in state._fsdp_param_groups] or [owner]
     plans = getattr(groups[0], "_plans", {})
-    stopped = stop_other_groups(str(error), plans)
+    names = {name for group in groups for name in _list_group_names(group) if name}
+    stopped = stop_other_groups(str(error), names)
     added = _find_model_difference(str(error), plans) + stopped
     if added:
         error.args = (f"{error}{added}",)

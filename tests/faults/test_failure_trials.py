@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import divergence
 import divergence_trials
 import failure_trials
@@ -58,6 +60,16 @@ def test_ranks_of_a_random_model_raise_and_name_the_rank_that_differs(
     assert score.misses == []
 
 
+@pytest.mark.parametrize("transport", divergence_trials.TRANSPORTS)
+def test_all_ranks_of_hsdp_raise_and_name_two_ranks_that_differ(transport: str) -> None:
+    options = divergence_trials.Options(transport, 4, divergence_trials.FIRST, SLACK, hsdp=True)
+    kinds = ("another dtype", "another model", "another order of blocks", "explicit unshard")
+    score = divergence_trials.Score()
+    divergence_trials.run_seed(options, 0, kinds, score)
+    assert (score.trials, score.misses) == (len(kinds), [])
+
+
+OPTIONS = divergence_trials.Options("gloo", 2, "a later step")
 BOTH = "RuntimeError: collective mismatch: rank 0 gathers 'a', rank 1 gathers 'b'"
 OWN_ERROR = f"RuntimeError: {divergence.OWN_ERROR}out of bounds"
 
@@ -72,7 +84,7 @@ def test_divergence_trial_allows_torchs_exception_for_one_kind_and_the_rank_that
 ) -> None:
     score = divergence_trials.Score()
     outcomes = [(OWN_ERROR if i == rank else BOTH, 0.1) for i in range(2)]
-    score.add("trial", kind, outcomes, differing_rank=1)
+    score.add("trial", kind, outcomes, differing_rank=1, options=OPTIONS)
     assert (score.unnamed, len(score.misses)) == (int(is_miss), int(is_miss))
 
 
@@ -81,8 +93,14 @@ def test_divergence_trial_that_is_later_than_a_second_is_a_miss(
     slack: float, is_miss: bool
 ) -> None:
     score = divergence_trials.Score()
-    score.add("trial", "frozen later", [(BOTH, 0.1), (BOTH, 1.2)], differing_rank=1, slack=slack)
+    score.add(
+        "trial",
+        "frozen later",
+        [(BOTH, 0.1), (BOTH, 1.2)],
+        differing_rank=1,
+        options=replace(OPTIONS, slack=slack),
+    )
     assert len(score.misses) == int(is_miss)
-    row = score.format(divergence_trials.Options("gloo", 2, "a later step"))
+    row = score.format(OPTIONS)
     cells = dict(zip(divergence_trials.COLUMNS, row.strip("| ").split(" | "), strict=True))
     assert cells["later than 1 s"] == "1"

@@ -1,8 +1,8 @@
 """Ranks that diverge: each case makes one rank's program differ from those of the other ranks.
 
 Every case has its own process group, because a process group is not used after a mismatch. A case
-of DYNAMIC runs equal steps, then ``diverge`` on one rank, then two steps. In a case of STATIC, one
-rank makes another model or gives it other settings.
+of DYNAMIC runs equal steps, then ``diverge`` on one rank, then further steps. In a case of STATIC,
+one rank makes another model or gives it other settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from error_messages import error_message
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 LIMIT_SECONDS = 3600.0
@@ -87,13 +87,15 @@ class Variation:
 
     ``factors``: multiples of SIZE of the blocks' hidden layers. ``differing_rank``: the rank that
     differs; -1: the last one. ``at``: the block that differs; never the first one or one of the
-    last two. ``steps``: the number of equal steps of a case of DYNAMIC.
+    last two. ``steps``: the number of equal steps of a case of DYNAMIC. ``hsdp``: the 4 ranks are a
+    mesh of 2 replicas.
     """
 
     factors: tuple[int, ...] = (1, 1, 1, 1)
     differing_rank: int = -1
     at: int = 1
     steps: int = 0
+    hsdp: bool = False
 
     @classmethod
     def choose(cls, seed: int, world: int, first_step: bool) -> Variation:
@@ -326,13 +328,23 @@ DYNAMIC = (
 """Kinds of divergence that the labels of collectives find."""
 
 
+def make_mesh(hsdp: bool) -> DeviceMesh:
+    """Returns a mesh with process groups of its own."""
+    limit = timedelta(seconds=LIMIT_SECONDS)
+    if not hsdp:
+        return DeviceMesh.from_group(dist.new_group(timeout=limit), "cpu")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for dim in ("replicate", "shard"):
+        dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(dim))
+    return mesh
+
+
 def run_case(api: Api, name: str, rank: int, variation: Variation) -> tuple[str, float]:
     """Returns the exception's text, or "silent", and the seconds since the divergence."""
     from fsdp_c._runtime import plan_hash
 
-    group = dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS))
-    mesh = DeviceMesh.from_group(group, "cpu")
-    is_different = rank == variation.differing_rank % group.size()
+    mesh = make_mesh(variation.hsdp)
+    is_different = rank == variation.differing_rank % mesh.size()
     case = Case(api, mesh, is_different, name, variation)
     version = plan_hash.__version__
     begin = time.monotonic()
@@ -344,7 +356,8 @@ def run_case(api: Api, name: str, rank: int, variation: Variation) -> tuple[str,
         begin = time.monotonic()
         if is_different and name in DYNAMIC:
             case.diverge(model)
-        for _ in range(2):
+        # Ranks that do not share a process group with this rank may raise one step later.
+        for _ in range(3 if variation.hsdp else 2):
             case.step(model, optimizer)
         outcome = "silent"
     except RuntimeError as error:

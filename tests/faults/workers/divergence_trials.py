@@ -1,15 +1,17 @@
 """Trials of ranks that diverge: each kind of difference of ``divergence.py``, with random models.
 
-    python tests/faults/workers/divergence_trials.py [--seeds 20] [--ranks 3] [--transport gloo] \
-        [--slack 1]
+    python tests/faults/workers/divergence_trials.py [--seeds 20] [--ranks 3] [--hsdp] \
+        [--transport gloo] [--slack 1]
 
 Needs ``tests/harness`` and ``tests/distributed/workers`` in PYTHONPATH. The seed of a trial chooses
 the number and the sizes of the blocks, the rank and the block that differ, and the step. A
-difference begins in the first step, or after five to nine equal steps. Requirements for each trial:
+difference begins in the first step, or after five to nine equal steps. With ``--hsdp``, four ranks
+are two replicas. Requirements for each trial:
 
 - Every rank raises a Python exception. No process ends by a signal.
-- Each message names the rank that differs and another rank. Not required of the rank that differs
-  in ``unshard_in_backward``: it may read freed parameters first, and then raises torch's exception.
+- Each message names the rank that differs and another rank of its process group. Not required of
+  the rank that differs in ``unshard_in_backward``: it may read freed parameters first, and then
+  raises torch's exception.
 - The last rank raises within a second after the difference. ``--slack`` adds seconds to this limit,
   for machines with other load.
 
@@ -52,6 +54,7 @@ class Options:
     begin: str
     slack: float = 0.0
     """Seconds that are added to the time limit."""
+    hsdp: bool = False
 
 
 @dataclass
@@ -75,7 +78,7 @@ class Score:
         kind: str,
         outcomes: list[tuple[str, float]],
         differing_rank: int,
-        slack: float = 0.0,
+        options: Options,
     ) -> None:
         """Adds a trial. ``outcomes``: exception and seconds, by rank."""
         self.trials += 1
@@ -87,17 +90,18 @@ class Score:
         last = max(seconds for _, seconds in outcomes)
         if "silent" in texts:
             self.silent += 1
-        elif not all(names_both(text, differing_rank) for text in texts):
+        elif not all(names_both(text, None if options.hsdp else differing_rank) for text in texts):
             self.unnamed += 1
         else:
             self.seconds.append(last)
-            if last <= LIMIT + slack:
+            if last <= LIMIT + options.slack:
                 return
         self.misses.append(f"{trial}: rank {differing_rank} differs, {last:.2f} s: {texts}")
 
     def format(self, options: Options) -> str:
         late = sum(seconds > LIMIT for seconds in self.seconds)
-        cells = [options.transport, options.world, options.begin, self.trials, self.silent]
+        ranks = "2 x 2" if options.hsdp else options.world
+        cells = [options.transport, ranks, options.begin, self.trials, self.silent]
         cells += [self.signals, self.unnamed, late]
         times = [statistics.median(self.seconds), max(self.seconds)] if self.seconds else []
         cells += [f"{seconds:.2f}" for seconds in times] or ["-", "-"]
@@ -119,14 +123,21 @@ COLUMNS = (
 HEADER = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
 
 
-def names_both(text: str, differing_rank: int) -> bool:
-    """Whether the message names the rank that differs, and another rank."""
+def names_both(text: str, differing_rank: int | None) -> bool:
+    """Whether the message names the rank that differs, and another rank.
+
+    None: the rank has another number in its process group of two ranks.
+    """
     pairs = [match.groups() for pattern in NAMED if (match := pattern.search(text))]
-    return any(str(differing_rank) in pair and pair[0] != pair[1] for pair in pairs)
+    return any(
+        pair[0] != pair[1] and (differing_rank is None or str(differing_rank) in pair)
+        for pair in pairs
+    )
 
 
 def run(options: Options, seed: int, kinds: tuple[str, ...]) -> Results:
     variation = Variation.choose(seed, options.world, options.begin == FIRST)
+    variation.hsdp = options.hsdp
     return run_ranks(
         divergence.run,
         options.world,
@@ -152,7 +163,7 @@ def run_seed(options: Options, seed: int, kinds: tuple[str, ...], score: Score) 
     differing_rank = Variation.choose(seed, options.world, options.begin == FIRST).differing_rank
     for kind in kinds:
         outcomes = [of_rank[kind] for of_rank in results]
-        score.add(f"{options}, seed {seed}, {kind}", kind, outcomes, differing_rank, options.slack)
+        score.add(f"{options}, seed {seed}, {kind}", kind, outcomes, differing_rank, options)
 
 
 def run_trials(options: Options, seeds: range) -> Score:
@@ -167,6 +178,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, choices=(2, 3, 4), action="append")
+    parser.add_argument("--hsdp", action="store_true")
     parser.add_argument("--transport", choices=TRANSPORTS, action="append")
     parser.add_argument("--slack", type=float, default=0.0, help="seconds added to the limit")
     arguments = parser.parse_args()
@@ -174,9 +186,9 @@ def main() -> None:
     print(f"{len(STATIC) + len(DYNAMIC)} kinds, seeds {seeds}\n\n{HEADER}", flush=True)
     failed = False
     for transport in arguments.transport or TRANSPORTS:
-        for world in arguments.ranks or (2, 3, 4):
+        for world in (4,) if arguments.hsdp else arguments.ranks or (2, 3, 4):
             for begin in KINDS:
-                options = Options(transport, world, begin, arguments.slack)
+                options = Options(transport, world, begin, arguments.slack, arguments.hsdp)
                 score = run_trials(options, seeds)
                 print(score.format(options), flush=True)
                 print(*score.misses, sep="\n", file=sys.stderr, flush=True)
