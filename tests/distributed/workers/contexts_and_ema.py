@@ -93,12 +93,12 @@ class Net(nn.Module):
         return tokens
 
 
-def sharded_net(**kwargs: Any) -> Net:
+def sharded_net() -> Net:
     torch.manual_seed(0)
     model = Net()
     for layer in model.layers:
-        fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def backward(model: nn.Module, rank: int, scale: float = 1.0) -> None:

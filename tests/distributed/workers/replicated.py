@@ -70,8 +70,8 @@ def net() -> Net:
     return Net()
 
 
-def make_replicated(cap: float, **kwargs: Any) -> Callable[[], Any]:
-    return lambda: replicate(net(), bucket_cap_mb=cap, **kwargs)
+def replicated_net(cap: float) -> Any:
+    return replicate(net(), bucket_cap_mb=cap)
 
 
 def batch(step: int, part: int = 0) -> torch.Tensor:
@@ -146,7 +146,7 @@ def outcomes(rank: int, world: int) -> dict[str, str]:
 
 def parity(rank: int, world: int) -> None:
     """Trains plainly, with accumulation, an unused parameter, and halves in both orders."""
-    counts = {name: bucket_count(make_replicated(cap)()) for name, cap in CAPS.items()}
+    counts = {name: bucket_count(replicated_net(cap)) for name, cap in CAPS.items()}
     assert counts == {"one": 1, "several": 3, "each": 14}
     settings: list[dict[str, Any]] = [
         {},
@@ -159,21 +159,21 @@ def parity(rank: int, world: int) -> None:
         unused = not setting.get("spare", True)
         ddp = DistributedDataParallel(net(), find_unused_parameters=unused)
         expected = train(torch_replicate(net()), **setting)
-        assert_same(train(ddp, **setting), expected, ("torch", setting))
+        assert_same(train(ddp, **setting), expected, ("DDP", setting))
         for name, cap in CAPS.items():
-            assert_same(expected, train(make_replicated(cap)(), **setting), (name, setting))
+            assert_same(expected, train(replicated_net(cap), **setting), (name, setting))
 
 
 def orders(rank: int, world: int) -> None:
     """Autograd reaches the halves in different orders on the ranks."""
     expected = train(torch_replicate(net()), swapped=rank == 1)
     for name, cap in CAPS.items():
-        assert_same(expected, train(make_replicated(cap)(), swapped=rank == 1), name)
+        assert_same(expected, train(replicated_net(cap), swapped=rank == 1), name)
 
 
 def parameters_unused_on_one_rank(rank: int, world: int) -> None:
     """Parameters unused on one rank are reduced as zeros there, in the same order."""
-    models = [torch_replicate(net()), *(make_replicated(cap)() for cap in CAPS.values())]
+    models = [torch_replicate(net()), *(replicated_net(cap) for cap in CAPS.values())]
     records = []
     for model in models:
         model.set_reduce_scatter_unused_params(True)
@@ -226,7 +226,7 @@ def several_backwards(rank: int, world: int) -> None:
 
     expected = run(torch_replicate(net()))
     for cap in CAPS.values():
-        assert_same(expected, run(make_replicated(cap)()), cap)
+        assert_same(expected, run(replicated_net(cap)), cap)
 
 
 def recomputed_segments_sharing_parameters(rank: int, world: int) -> None:
@@ -237,13 +237,13 @@ def recomputed_segments_sharing_parameters(rank: int, world: int) -> None:
     """
     expected = train(torch_replicate(net()), segments=3)
     for cap in CAPS.values():
-        torch.testing.assert_close(train(make_replicated(cap)(), segments=3), expected)
+        torch.testing.assert_close(train(replicated_net(cap), segments=3), expected)
 
 
 def hooks_and_counts(rank: int, world: int) -> None:
     """Reductions start during backward, one per bucket. Gradient hooks get reduced gradients."""
     for name, cap in CAPS.items():
-        _hooks_and_counts(name, make_replicated(cap)())
+        _hooks_and_counts(name, replicated_net(cap))
 
 
 def _hooks_and_counts(name: str, model: Any) -> None:
@@ -279,8 +279,8 @@ def failure(rank: int, world: int) -> None:
     several, ranks can differ.
     """
     for name, cap in CAPS.items():
-        expected = train(make_replicated(cap)())
-        model: Any = make_replicated(cap)()
+        expected = train(replicated_net(cap))
+        model = replicated_net(cap)
         handle = model.first.register_full_backward_pre_hook(_raise_user_error)
         try:
             model(batch(5)).square().mean().backward()
@@ -307,9 +307,9 @@ def _raise_user_error(*unused: Any) -> None:
 def more_ranks(rank: int, world: int) -> None:
     """On four ranks one bucket has torch's bits, and several buckets have close results."""
     expected = train(torch_replicate(net()))
-    assert_same(expected, train(make_replicated(25)()), "one bucket")
+    assert_same(expected, train(replicated_net(25)), "one bucket")
     for cap in CAPS.values():
-        torch.testing.assert_close(train(make_replicated(cap)()), expected)
+        torch.testing.assert_close(train(replicated_net(cap)), expected)
 
 
 def units_above_25_mib(rank: int, world: int) -> None:

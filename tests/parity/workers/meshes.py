@@ -74,7 +74,6 @@ class Meshes:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.rank = dist.get_rank()
         self._meshes: dict[str, DeviceMesh] = {}
         self._experts: FSDPMeshInfo | None = None
 
