@@ -65,8 +65,11 @@ def test_ranks_that_waited_for_different_gathers_continue_after_a_reset(transpor
 
 @pytest.mark.parametrize("mode", ["on", "hash"])
 @pytest.mark.parametrize("transport", ["gloo", "direct"])
+@pytest.mark.parametrize("steps_before", [0, 1])
 def test_rank_that_uses_functions_of_torch_has_no_checksum_mismatch(
-    transport: str, mode: str
+    transport: str, mode: str, steps_before: int
 ) -> None:
+    """If the rank uses them from the first step on, the ranks compare no checksums."""
     env = {"FSDP_C_TRANSPORT": transport}
-    assert run_ranks(corrupted_data.fall_back_on_one_rank, 2, (mode,), env=env) == ["", ""]
+    arguments = (mode, steps_before)
+    assert run_ranks(corrupted_data.fall_back_on_one_rank, 2, arguments, env=env) == ["", ""]

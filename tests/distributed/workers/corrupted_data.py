@@ -165,11 +165,15 @@ def reset_after_different_waits(rank: int, world_size: int) -> str:
     return text or run_step(model) or run_step(model)
 
 
-def fall_back_on_one_rank(rank: int, world_size: int, mode: Any) -> str:
-    """On rank 0, functions of torch issue the collectives, because one of them is replaced."""
-    if rank == 0:
-        from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+def fall_back_on_one_rank(rank: int, world_size: int, mode: Any, steps_before: int) -> str:
+    """Rank 0 replaces one of torch's collectives after ``steps_before`` steps. From then on,
+    functions of torch issue the collectives of this rank. Returns the messages of all steps."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-        original = _fsdp_param_group.foreach_all_gather
+    fsdp_c.set_guard(mode)
+    model = make_model(DeviceMesh.from_group(dist.new_group(), "cpu"))
+    texts = [run_step(model) for _ in range(steps_before)]
+    original = _fsdp_param_group.foreach_all_gather
+    if rank == 0:
         _fsdp_param_group.foreach_all_gather = lambda *args, **kwargs: original(*args, **kwargs)
-    return train_with_modes(rank, world_size, (mode,) * world_size)
+    return "".join([*texts, run_step(model), run_step(model)])
