@@ -76,7 +76,7 @@ def train_both(
 ) -> Found:
     """Trains both models for three steps; the last one has no penalty.
 
-    Returns losses, gradients and weights.
+    Returns losses, gradients and weights, and the most bytes that stayed unsharded.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found, expected, max_bytes = [], [], 0

@@ -319,7 +319,7 @@ def frozen() -> Case:
 
 
 def tiny() -> Case:
-    """Returns parameters with fewer rows than ranks, so that most ranks hold empty shards."""
+    """Returns parameters of one, two and three rows; ranks beyond these hold empty shards."""
 
     class Tiny(nn.Module):
         def __init__(self) -> None:

@@ -187,7 +187,7 @@ class Script:
         return args, kwargs
 
     def forward(self, label: str, micro: int = 0, inputs: Inputs | None = None) -> torch.Tensor:
-        """Runs one forward. Returns the sum of the mean squares of all outputs."""
+        """Runs one forward. Returns the sum of the mean squares of outputs that need gradients."""
         args, kwargs = inputs or self.inputs(label, micro)
         outputs = tensors_in(self.model(*args, **kwargs))
         for output in outputs:
