@@ -126,7 +126,10 @@ def test_each_program_that_torch_runs_differently_is_skipped(
 
 
 class PairWithEarlierDifference:
-    """Programs of three operations differ in the last one, or in the first one if it is usual."""
+    """Programs differ in the first operation if its model is the default.
+
+    Other programs of three operations differ in the last one.
+    """
 
     def compare(self, program: list[Step], world: int) -> programs.Difference | None:
         if program[0][1]["model"] == -1:

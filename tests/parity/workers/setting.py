@@ -108,7 +108,7 @@ class Setting:
     compiled: str | None = None
     """torch.compile (backend eager) of the blocks before wrapping, or of the root after it."""
     perturb: float = 0.0
-    """For tests of the harness: fsdp_c's run adds this to a parameter before the last step."""
+    """For tests of the harness: the run under test adds it to a parameter before the last step."""
 
     def __str__(self) -> str:
         """Returns the family and the fields that differ from the plain case, for test names."""
