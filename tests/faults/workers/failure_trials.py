@@ -69,7 +69,7 @@ class Fault:
     """Regular expression of the failing rank's place in a report."""
     number: int = 0
     """The signal that the rank gets, 0: none."""
-    raises_in: str = ""
+    raises_and: str = ""
     """As in ``trial_rank.Plan``."""
     ends: bool = True
     """Whether the process ends by the fault."""
@@ -80,8 +80,8 @@ class Fault:
 FAULTS = {
     "kill": Fault("has ended", signal.SIGKILL),
     "stop": Fault("is stopped by a signal", signal.SIGSTOP, ends=False),
-    "raise": Fault("left the forward by an exception|has ended", raises_in="ends"),
-    "raise, caught": Fault("left the forward by an exception", raises_in="stays", ends=False),
+    "raise": Fault("left the forward by an exception|has ended", raises_and="ends"),
+    "raise, caught": Fault("left the forward by an exception", raises_and="stays", ends=False),
     "pause": Fault(
         "waits for no collective of fsdp_c.* in raise_or_pause$", ends=False, pauses=True
     ),
@@ -207,7 +207,7 @@ def run_trial(number: int, options: Options, port: int) -> Trial:
             events = f"{name}/events{rank}"
             plan = Plan(rank, WORLD, port, f"{options} {number}", options.group_limit, events)
             if rank == failing_rank:
-                plan.raises_in, plan.block = fault.raises_in, block
+                plan.raises_and, plan.block = fault.raises_and, block
                 plan.pause = (options.stall_seconds + PAUSE) if fault.pauses else 0.0
             plan.step, plan.finishes = step, fault.pauses
             ranks.append(Rank(plan, folder, options))
@@ -222,7 +222,7 @@ def run_trial(number: int, options: Options, port: int) -> Trial:
                 if not rank.poll():
                     os.kill(rank.process.pid, signal.SIGKILL)
                     rank.process.wait()
-        if fault.raises_in == "ends":
+        if fault.raises_and == "ends":
             origin = ranks[failing_rank].exited or origin
         place = fault.place
         if not ranks[failing_rank].find_event("began"):  # the first forward

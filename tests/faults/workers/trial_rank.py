@@ -36,7 +36,7 @@ class Plan:
     """Time limit of the process group in seconds."""
     events: str
     """Path of the file for events."""
-    raises_in: str = ""
+    raises_and: str = ""
     """"ends": the rank raises and its process ends. "stays": the process catches the exception and
     then waits. "": the rank does not raise."""
     pause: float = 0.0
@@ -114,11 +114,11 @@ def main(plan: Plan) -> None:
             events.write("began")
 
     model.register_forward_pre_hook(begin)
-    if plan.raises_in or plan.pause:
+    if plan.raises_and or plan.pause:
         blocks[plan.block][0].register_forward_hook(raise_or_pause)
     events.write("ready")
     try:
-        with contextlib.suppress(*((UserError,) if plan.raises_in == "stays" else ())):
+        with contextlib.suppress(*((UserError,) if plan.raises_and == "stays" else ())):
             while not plan.finishes or step <= plan.step + 3:
                 model(torch.ones(2, 8)).square().mean().backward()
                 optimizer.step()
