@@ -268,7 +268,7 @@ def test_model_trains_after_a_first_forward_that_raised(name: str) -> None:
 # ---- stale weights ----
 
 
-def test_step_between_units_that_stay_unsharded_leaves_no_stale_weights() -> None:
+def test_step_while_all_units_stay_unsharded_leaves_no_stale_weights() -> None:
     for result in run_torch("steps_without_reshard_after_backward"):
         assert differences(result["expected"], result["found"])
     assert_right("steps_without_reshard_after_backward")

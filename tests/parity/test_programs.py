@@ -126,7 +126,7 @@ def test_each_program_that_torch_runs_differently_is_skipped(
 
 
 class PairWithEarlierDifference:
-    """Programs differ in the first operation if its model is the default.
+    """Programs differ in the first operation if its model is the usual one.
 
     Other programs of three operations differ in the last one.
     """
