@@ -102,9 +102,10 @@ void store(const c10::IValue &result, const c10::IValue &output) {
     }
 }
 
-/* Changes arguments that the CPU kernel expects in another form. CUDA's layer norm returns float32
- * statistics for 16-bit inputs. The CPU's backward kernel expects the dtype of the weight, or of
- * the input if there is no weight. */
+/* Changes arguments for the CPU kernel. CUDA's layer norm returns float32 statistics for 16-bit
+ * inputs. The CPU's backward kernel expects the dtype of the weight, or of the input if there is no
+ * weight. The CPU's sum of a column depends on the number of columns, because it adds the last
+ * columns in another order. Sums in float64 hide this. */
 void adapt(const std::string &name, Values &arguments) {
     if (name == "aten::native_layer_norm_backward.") {
         const at::ScalarType type = arguments[5].isTensor() ? arguments[5].toTensor().scalar_type()
@@ -112,6 +113,10 @@ void adapt(const std::string &name, Values &arguments) {
         for (const size_t statistic : {3, 4}) {
             arguments[statistic] = arguments[statistic].toTensor().to(type);
         }
+    }
+    if (name == "aten::sum.dim_IntList" && arguments[0].toTensor().is_floating_point()) {
+        arguments[0] = arguments[0].toTensor().to(at::kDouble);
+        arguments[3] = at::kDouble;
     }
 }
 
