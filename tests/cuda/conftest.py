@@ -57,7 +57,7 @@ def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=500,
+        timeout=850,
     )
 
 

@@ -22,20 +22,23 @@ from typing import Any
 import stub_build
 
 ROOT = Path(__file__).resolve().parents[3]
-COPIED = ("benchmarks", "examples", "tests")
-"""Folders whose scripts import fsdp_c from the root of their own tree."""
-LINKED = ("csrc", "pyproject.toml")
+FOLDERS = ("benchmarks", "build_support", "csrc", "examples", "tests")
+FILES = ("CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml", "setup.py")
 WITHOUT_NVCC = "tests/parity/test_gpu.py::test_extension_contains_cuda_kernels"
 """The test of the step parity that requires kernels of nvcc."""
 NVCC = """#!/bin/bash
 # Compiles CUDA sources for the host. The memory is that of the simulated device.
 set -eu
-case "$*" in *--version*) echo "no nvcc: the host's compiler" && exit ;; esac
+case "$*" in
+*--version*) echo "the host's compiler in place of nvcc, release {release}" && exit ;;
+*--list-gpu-code*) echo sm_90 && exit ;;
+esac
 memory={folder}/kernel_memory.o
-g++ -c -O1 -fPIC -w {includes} -x c++ tests/gpu/workers/kernel_memory.cu -o "$memory"
-g++ $(echo "-x c++ $*" | sed "s#-lineinfo##; s#-arch=[^ ]*##; s#-Xcompiler##; s#-O3#-O1 -w#
-    s#[^ ]*kernel_memory.cu#-x none $memory#") \\
-    -I{root}/tests/c/fake_cuda {libraries}
+g++ -c -O1 -fPIC -w {includes} -x c++ {root}/tests/gpu/workers/kernel_memory.cu -o "$memory"
+options=$(echo "-x c++ $*" | sed "s#-lineinfo##; s#-arch=[^ ]*##; s#-O3#-O1 -w#
+    s#-Xcompiler [^ ]*#-fPIC#; s#[^ ]*kernel_memory.cu#-x none $memory#")
+g++ $options \\
+    -I{root}/tests/c/fake_cuda -x none {libraries}
 """
 
 
@@ -47,21 +50,41 @@ def write_nvcc(folder: Path, device_folder: Path) -> None:
     folder.mkdir()
     nvcc = folder / "nvcc"
     libraries = f"-Wl,-rpath,{device_folder} {runtime}"
-    text = NVCC.format(folder=folder, includes=" ".join(includes), root=ROOT, libraries=libraries)
+    text = NVCC.format(
+        folder=folder,
+        includes=" ".join(includes),
+        root=ROOT,
+        libraries=libraries,
+        release=f"{runtime.name.rpartition('.')[2]}.0",
+    )
     nvcc.write_text(text)
     nvcc.chmod(0o755)
 
 
-def make_copy(root: Path) -> None:
-    """Copies the scripts to ``root``, with links to other files and to fsdp_c of this Python."""
+def make_copy(root: Path, builds: bool) -> None:
+    """Copies the files that the check needs to ``root``, and fsdp_c of this Python.
+
+    With ``builds``, omits the extension, which the step ``build`` then builds.
+    """
     spec = importlib.util.find_spec("fsdp_c")
     assert spec is not None and spec.origin is not None
     package = Path(spec.origin).parent
-    for name in COPIED:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, root / name, ignore=ignored)
-    for path in (package, package.with_name("fsdp_c_autoload"), *map(ROOT.joinpath, LINKED)):
-        (root / path.name).symlink_to(path)
+    ignored = shutil.ignore_patterns("__pycache__", *(["*.so"] if builds else []))
+    packages = (package, package.with_name("fsdp_c_autoload"))
+    for folder in (*packages, *map(ROOT.joinpath, FOLDERS)):
+        shutil.copytree(folder, root / folder.name, ignore=ignored)
+    for name in FILES:
+        shutil.copy(ROOT / name, root)
+
+
+def add_group(root: Path) -> None:
+    """Adds the C++ group, which the step ``build`` builds on a GPU."""
+    command = [sys.executable, str(ROOT / "tests/gpu/workers/one_rank_group.py")]
+    built = subprocess.run(command, check=True, capture_output=True, text=True)
+    library = Path(built.stdout.splitlines()[-1])
+    target = root / library.relative_to(ROOT)
+    target.parent.mkdir(parents=True)
+    shutil.copy(library, target)
 
 
 def main(steps: list[str]) -> dict[str, Any]:
@@ -70,7 +93,9 @@ def main(steps: list[str]) -> dict[str, Any]:
         root, out = Path(folder, "copy"), Path(folder, "out")
         findings = Path(folder, "findings")
         findings.touch()
-        make_copy(root)
+        make_copy(root, builds="build" in steps)
+        if "build" not in steps:
+            add_group(root)
         write_nvcc(Path(folder, "bin"), device_folder)
         environment = os.environ | {
             "PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}",
@@ -82,6 +107,7 @@ def main(steps: list[str]) -> dict[str, Any]:
             "FSDP_C_CUDA_SEED": "1",
             "GPU_CHECK_SMALL": "1",
             "GPU_CHECK_LIMIT": "300",
+            "MAX_JOBS": "2",
             "XDG_CACHE_HOME": folder,  # kernels of NVRTC
             "PYTEST_ADDOPTS": f"-p no:cacheprovider --deselect {WITHOUT_NVCC}",
         }

@@ -17,17 +17,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from gpt import GPT, GPTConfig, next_byte_loss
-from outcome import ON_CUDA, conclude, wait_for_threads
+from outcome import ON_CUDA, SMALL, conclude, wait_for_threads
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from variants import MIXED
 
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
 CONFIG = (
-    GPTConfig(layers=12, width=768, heads=12, context=512)
-    if ON_CUDA
-    else GPTConfig(layers=2, width=32, heads=2, context=16)
+    GPTConfig(layers=2, width=32, heads=2, context=16)
+    if SMALL
+    else GPTConfig(layers=12, width=768, heads=12, context=512)
 )
-STEPS = 14 if ON_CUDA else 2
+STEPS = 2 if SMALL else 14
+BACKEND = "aot_eager" if SMALL else "inductor"
 
 
 def train(implementation: str) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def train(implementation: str) -> dict[str, Any]:
     with DEVICE:
         model = GPT(CONFIG)
     for block in model.blocks:
-        block.compile(backend="inductor" if ON_CUDA else "aot_eager")
+        block.compile(backend=BACKEND)
         package.fully_shard(block, mp_policy=MIXED)
     package.fully_shard(model, mp_policy=MIXED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

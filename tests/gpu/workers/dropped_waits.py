@@ -27,7 +27,7 @@ from typing import Any
 import loop_group
 import race
 import variants
-from outcome import BUILT, ON_CUDA, start_device
+from outcome import BUILT, ON_CUDA, SMALL, start_device
 from variants import Tools
 
 VARIANT = "mixed"
@@ -136,7 +136,7 @@ def detect_dropped_waits(tools: Tools, deadline: float) -> dict[str, Any]:
             waits.stop()
 
     expected, _ = run_without_wait(-1)
-    limit = MAX_DROPPED if ON_CUDA else 12
+    limit = 12 if SMALL else MAX_DROPPED
     dropped, detected = [], []
     for index in range(0, counts[0], max(1, counts[0] // limit)):
         if time.monotonic() > deadline:

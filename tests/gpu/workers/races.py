@@ -25,13 +25,15 @@ import dropped_waits
 import loop_group
 import race
 import variants
-from outcome import DEVICE, ON_CUDA, conclude, start_device
+from outcome import DEVICE, ON_CUDA, SMALL, conclude, start_device
 
-SEEDS = 20
+SEEDS = 2 if SMALL else 20
+SECONDS = 200 if ON_CUDA and SMALL else 60
 PARTS = 2
 """Number of processes per implementation. The last one has the C++ group."""
-NATIVE_VARIANTS = ("mixed", "hsdp_partial", "asynchronous_gathers", "bfloat16_reduction")
-"""Variants over the C++ group on the simulated device. Each has other collectives."""
+FEW_VARIANTS = ("mixed", "hsdp_partial", "asynchronous_gathers", "bfloat16_reduction")
+"""Variants over the C++ group on the simulated device, and those of a small check on CUDA. Each has
+other collectives."""
 
 WORKERS = Path(__file__).parent
 IMPLEMENTATIONS = ("torch", "fsdp_c")
@@ -143,8 +145,12 @@ def run_in_processes(seeds: int, seconds: float) -> tuple[Digests, list[str], An
     """Runs each part in its own process; used on CUDA, where processes share the device."""
     with tempfile.TemporaryDirectory() as folder:
         start = functools.partial(start_race, Path(folder))
+        few = ("--variants", *FEW_VARIANTS) if SMALL else ()
         parts = [
-            (implementation, start(implementation, [*range(part, seeds, PARTS)], seconds, *group))
+            (
+                implementation,
+                start(implementation, [*range(part, seeds, PARTS)], seconds, *group, *few),
+            )
             for implementation in IMPLEMENTATIONS
             for part, group in enumerate([()] * (PARTS - 1) + [("--native",)])
             if part < seeds
@@ -157,7 +163,7 @@ def run_in_processes(seeds: int, seconds: float) -> tuple[Digests, list[str], An
 
 def run_native(seconds: float) -> list[tuple[str, Any]]:
     """Trains some variants over the C++ group, which needs processes of its own."""
-    options = ("--native", "--variants", *NATIVE_VARIANTS)
+    options = ("--native", "--variants", *FEW_VARIANTS)
     with tempfile.TemporaryDirectory() as folder:
         start = functools.partial(start_race, Path(folder))
         parts = [(name, start(name, [0], seconds, *options)) for name in IMPLEMENTATIONS]
@@ -186,7 +192,7 @@ def run_in_this_process(seeds: int, seconds: float) -> tuple[Digests, list[str],
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=SEEDS if ON_CUDA else 1)
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=float, default=SECONDS)
     options = parser.parse_args()
     run = run_in_processes if ON_CUDA else run_in_this_process
     digests, failures, controls = run(options.seeds, options.seconds)
