@@ -86,11 +86,11 @@ def test_gathers_and_reductions_start_in_torchs_order(case: str) -> None:
 def test_collective_counts_match_torch() -> None:
     for result in assert_same("counts_of_collectives"):
         gather, scatter = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
-        assert result["None: forward"] == {gather: 4}
-        assert result["None: backward"] == {gather: 3, scatter: 4}
-        assert result["False: backward"] == {scatter: 4}
-        assert result["True: no sync"] == {gather: 8}
-        assert result["True: kept"] == {gather: 4, scatter: 4}
+        assert result["reshard None: forward"] == {gather: 4}
+        assert result["reshard None: backward"] == {gather: 3, scatter: 4}
+        assert result["reshard False: backward"] == {scatter: 4}
+        assert result["reshard True: no sync"] == {gather: 8}
+        assert result["reshard True: kept"] == {gather: 4, scatter: 4}
 
 
 def test_submodule_calls_after_forward_do_not_change_later_gathers() -> None:

@@ -48,7 +48,7 @@ def test_functorch_transforms_and_their_backwards_match_torch() -> None:
     for result in assert_same("transformed_functions"):
         for reshard in (True, False):
             for name in ("jvp", "vmap"):
-                gradients = result[f"{reshard} {name}, backward"]
+                gradients = result[f"reshard {reshard}, {name}, backward"]
                 assert all(gradient is not None for gradient in gradients.values())
 
 

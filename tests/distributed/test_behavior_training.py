@@ -35,7 +35,7 @@ def test_evaluation_after_the_step_uses_the_new_weights() -> None:
 
 def test_gather_counts_of_evaluations_match_torch() -> None:
     for result in assert_same("gathers_of_evaluations"):
-        assert result["False"] == [4, 0, 0, 4, 0, 0]
+        assert result["reshard False"] == [4, 0, 0, 4, 0, 0]
 
 
 def test_training_after_first_forward_in_inference_mode_matches_no_grad() -> None:

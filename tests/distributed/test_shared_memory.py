@@ -61,12 +61,12 @@ def test_reduction_larger_than_the_ring_overlaps_only_after_set_reduction_overla
     """Messages of 1 MB and 4.8 MB for both ranks. The ring has 4 MiB."""
     results, _ = run_ranks(shared_memory.record_overlap, 2)
     assert results == {
-        "None 500": True,
-        "None 1100": False,
-        "True 500": True,
-        "True 1100": True,
-        "False 500": False,
-        "False 1100": False,
+        "overlap None, width 500": True,
+        "overlap None, width 1100": False,
+        "overlap True, width 500": True,
+        "overlap True, width 1100": True,
+        "overlap False, width 500": False,
+        "overlap False, width 1100": False,
     }
 
 

@@ -161,7 +161,9 @@ def c_path_cases(api: Api, mesh: Any, hybrid_mesh: Any) -> dict[str, Any]:
     for max_norm in (1e-2, 1.0, 1e9, -1.0, 0.0):
         for foreach in (None, True, False):
             params = make_params(api, mesh, [Shard(0)])
-            results[f"{max_norm} {foreach}"] = clip_three_ways(params, max_norm, foreach=foreach)
+            results[f"max_norm {max_norm}, foreach {foreach}"] = clip_three_ways(
+                params, max_norm, foreach=foreach
+            )
     results["many"] = clip_three_ways(
         make_params(api, mesh, [Shard(0)], [(9, i + 1) for i in range(60)]), 1
     )
@@ -188,7 +190,9 @@ def c_path_cases(api: Api, mesh: Any, hybrid_mesh: Any) -> dict[str, Any]:
     for value in (math.nan, math.inf):
         for strict in (False, True):
             params = make_params(api, mesh, [Shard(0)], scale=value)
-            results[f"{value} {strict}"] = clip_three_ways(params, 0.5, error_if_nonfinite=strict)
+            results[f"gradients {value}, strict {strict}"] = clip_three_ways(
+                params, 0.5, error_if_nonfinite=strict
+            )
     params = make_params(api, mesh, [Shard(0)])
     results["generator"] = outcome(lambda: clip_grad_norm_((p for p in params), 0.5), params)
     results["named"] = outcome(

@@ -304,10 +304,10 @@ def unused_parameters_with_any_grad_dtype(api: Api) -> dict[str, Any]:
         try:
             model(torch.ones(3, WIDTH), api.rank == 0).sum().backward()
         except ValueError as error:
-            results[f"{dtype} raised"] = str(error)
+            results[f"reduce {dtype}, raised"] = str(error)
             model.reset_iter_state()
         else:
-            results[f"{dtype}"] = [full_value(param.grad) for param in model.parameters()]
+            results[f"reduce {dtype}"] = [full_value(param.grad) for param in model.parameters()]
     return results
 
 

@@ -185,18 +185,20 @@ def counts_of_collectives(api: Api) -> dict[str, Any]:
         one_step = functools.partial(step, model, api.rank)
         one_step()
         losses: list[torch.Tensor] = []
-        results[f"{reshard}: forward"] = collectives(
+        results[f"reshard {reshard}: forward"] = collectives(
             lambda model=model, losses=losses: losses.append(model(batch(api.rank)).sum())
         )
-        results[f"{reshard}: backward"] = collectives(losses[0].backward)
+        results[f"reshard {reshard}: backward"] = collectives(losses[0].backward)
         model.set_requires_gradient_sync(False)
-        results[f"{reshard}: no sync"] = collectives(one_step)
+        results[f"reshard {reshard}: no sync"] = collectives(one_step)
         model.set_requires_gradient_sync(True)
         model.set_reshard_after_backward(False)
-        results[f"{reshard}: keep after backward"] = collectives(one_step)
-        results[f"{reshard}: kept"] = collectives(one_step)
+        results[f"reshard {reshard}: keep after backward"] = collectives(one_step)
+        results[f"reshard {reshard}: kept"] = collectives(one_step)
         with torch.no_grad():
-            results[f"{reshard}: no_grad"] = collectives(functools.partial(model, batch(api.rank)))
+            results[f"reshard {reshard}: no_grad"] = collectives(
+                functools.partial(model, batch(api.rank))
+            )
     return results
 
 

@@ -165,7 +165,7 @@ def parameters_kept_for_chunks(api: Api) -> dict[str, Any]:
         for reshard in (False, True):
             model = shard_headed_model(api, tied, reshard_after_forward=reshard)
             group = group_of(model.head)
-            steps = results[f"{tied} {reshard}"] = []
+            steps = results[f"tied {tied}, reshard {reshard}"] = []
             for step in range(3):
                 model.head.set_reshard_after_backward(False)
                 model.head.set_reshard_after_forward(False)
@@ -338,7 +338,7 @@ def composable_checkpoints(api: Api) -> dict[str, Any]:
             losses = [model(batch(api.rank, step + i)).square().mean() for i in range(2)]
             (losses[0] - losses[1]).square().backward()
 
-        results[f"{reshard}"] = record_steps(model, run)
+        results[f"reshard {reshard}"] = record_steps(model, run)
     return results
 
 

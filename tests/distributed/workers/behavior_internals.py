@@ -276,12 +276,12 @@ def transformed_functions(api: Api) -> dict[str, Any]:
         }
         for name, run in cases.items():
             outputs = run()
-            results[f"{reshard} {name}"] = [output.detach().clone() for output in outputs]
+            results[f"reshard {reshard}, {name}"] = [output.detach().clone() for output in outputs]
             if name in ("jvp", "vmap"):  # the other transforms include a backward
                 sum(output.square().mean() for output in outputs).backward()
-                results[f"{reshard} {name}, backward"] = grads(model)
+                results[f"reshard {reshard}, {name}, backward"] = grads(model)
             model.zero_grad()
-        results[f"{reshard} after"] = train(model, api.rank, 1)
+        results[f"reshard {reshard}, after"] = train(model, api.rank, 1)
     return results
 
 

@@ -53,7 +53,7 @@ def state_dict_of_a_model(api: Api) -> dict[str, Any]:
 
         def record_case(case: str, model: nn.Module = model, reshard: bool = reshard) -> None:
             state = model.state_dict()
-            results[f"{reshard}, {case}"] = [
+            results[f"reshard {reshard}, {case}"] = [
                 [name, type(v).__name__, str(v.placements), list(v.shape), v.requires_grad]
                 for name, v in state.items()
             ] + [gathered(state)]
@@ -61,7 +61,7 @@ def state_dict_of_a_model(api: Api) -> dict[str, Any]:
         record_case("at first")
         model(batch(api.rank))
         record_case("after a forward without backward")
-        results[f"{reshard}, kinds"] = [type(p).__name__ for p in model.parameters()]
+        results[f"reshard {reshard}, kinds"] = [type(p).__name__ for p in model.parameters()]
         train(model, api.rank, 1)
         record_case("after training")
     return results
@@ -99,7 +99,7 @@ def loaded_state_dict(api: Api) -> dict[str, Any]:
             model.load_state_dict(
                 {name: value.clone() for name, value in source.state_dict().items()}, assign=assign
             )
-            results[f"{assign}, {when}"] = train(model, api.rank, 2)
+            results[f"assign {assign}, {when}"] = train(model, api.rank, 2)
     return results
 
 

@@ -157,7 +157,7 @@ def gathers_of_evaluations(api: Api) -> dict[str, list[int]]:
     for reshard in (None, True, False):
         model = shard(api, blocks_and_head(), reshard_after_forward=reshard)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        counts = results[str(reshard)] = []
+        counts = results[f"reshard {reshard}"] = []
         for index in range(2):
             model(batch(api.rank, index)).square().mean().backward()
             optimizer.step()
@@ -364,14 +364,14 @@ def activation_checkpointing(api: Api) -> dict[str, Any]:
                 *(Checkpointed(ResidualBlock(), reentrant) for _ in range(3)), nn.Linear(DIM, 3)
             )
             shard(api, model, reshard_after_forward=reshard)
-            results[f"{kind}, inside, {reshard}"] = train_checkpointed(api, model)
+            results[f"{kind}, inside, reshard {reshard}"] = train_checkpointed(api, model)
 
             # fully_shard(checkpoint(block)): the wrapper module is sharded
             torch.manual_seed(3)
             blocks = [checkpoint_wrapper(ResidualBlock(), checkpoint_impl=impl) for _ in range(3)]
             model = nn.Sequential(*blocks, nn.Linear(DIM, 3))
             shard(api, model, reshard_after_forward=reshard)
-            results[f"{kind}, wrapper sharded, {reshard}"] = train_checkpointed(api, model)
+            results[f"{kind}, wrapper sharded, reshard {reshard}"] = train_checkpointed(api, model)
 
             # checkpoint(fully_shard(block)): recomputation runs the hooks of the module
             torch.manual_seed(3)
@@ -382,7 +382,7 @@ def activation_checkpointing(api: Api) -> dict[str, Any]:
                 *(checkpoint_wrapper(b, checkpoint_impl=impl) for b in inner), nn.Linear(DIM, 3)
             )
             api.fully_shard(model, reshard_after_forward=reshard)
-            results[f"{kind}, sharded inside, {reshard}"] = train_checkpointed(api, model)
+            results[f"{kind}, sharded inside, reshard {reshard}"] = train_checkpointed(api, model)
     return results
 
 

@@ -359,13 +359,13 @@ def _run_at_input_gradient(module: nn.Module, run: Callable[[], None]) -> None:
 
 
 def record_overlap(rank: int, world: int) -> dict[str, bool]:
-    """Maps ``"overlap width"`` to whether rank 0 computes gradients of the first unit while the
-    last unit is reduced. Rank 1 delays that reduction. The ranks share one CPU."""
+    """Maps overlap and width to whether rank 0 computes gradients of the first unit while the last
+    unit is reduced. Rank 1 delays that reduction. The ranks share one CPU."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     store = dist.distributed_c10d._get_default_store()
     results = {}
     for overlap, width in itertools.product((None, True, False), (500, 1100)):
-        key = f"{overlap} {width}"
+        key = f"overlap {overlap}, width {width}"
         overlaps = overlap or (overlap is None and width == 500)
         group = new_group()
         first, last = model = model_of(group, [width] * 3)

@@ -291,5 +291,5 @@ def evaluation_between_microbatches(api: Script) -> Any:
         model.set_requires_gradient_sync(True)
         model.set_reshard_after_backward(True)
         api.loss(model, 1).backward()
-        results[str(reshard)] = [output, gradients(model)]
+        results[f"reshard {reshard}"] = [output, gradients(model)]
     return results

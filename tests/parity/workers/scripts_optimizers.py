@@ -36,7 +36,7 @@ def every_foreach_optimizer(api: Script) -> Any:
     for kind in kinds:
         for foreach in (True, False):
             model = api.shard(api.blocks(1))
-            results[f"{kind.__name__} {foreach}"] = attempted(
+            results[f"{kind.__name__}, foreach {foreach}"] = attempted(
                 lambda kind=kind, foreach=foreach, model=model: api.train(
                     model, optimizer=lambda params: kind(params, lr=0.01, foreach=foreach)
                 )
