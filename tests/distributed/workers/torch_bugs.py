@@ -514,7 +514,7 @@ def several_original_dtypes_with_a_custom_reduce_scatter(api: Api) -> dict[str, 
 
 @scenario()
 def several_original_dtypes_in_accumulation(api: Api) -> dict[str, Any]:
-    """Runs ``several_original_dtypes`` with a first microbatch without synchronization."""
+    """Accumulates fp32 and bf16 gradients of one group. The first microbatch has no sync."""
     torch.manual_seed(5)
     reference = Dtypes()
     torch.manual_seed(5)
