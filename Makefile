@@ -65,9 +65,9 @@ DIFF_ARGS ?=
 RELEASE_TESTS ?= tests/unit tests/distributed tests/faults tests/parity tests/accelerator
 # Tests of `make sanitize`. They are fast, and most of them run in one process.
 SANITIZE_TESTS ?= tests/unit
-# Tests that `make sanitize` excludes: they build a wheel, or measure time or memory. Benchmarks start processes without
-# the sanitizers, and under the sanitizers the memory pool caches nothing.
-NOT_SANITIZED := test_bench test_wheel predicted_peak_is_within_one_percent cached_buffers_until_release_memory cpu_seconds
+# Tests that `make sanitize` excludes: they build a wheel, run nvcc, which the sanitizers crash, or measure time or
+# memory. Benchmarks start processes without the sanitizers, and under the sanitizers the memory pool caches nothing.
+NOT_SANITIZED := test_bench test_kernel_registers test_wheel predicted_peak_is_within_one_percent cached_buffers_until_release_memory cpu_seconds
 empty :=
 space := $(empty) $(empty)
 ASSERT_TESTS ?= tests/unit/test_private_api.py tests/unit/test_buckets.py tests/unit/test_reentry.py \

@@ -280,7 +280,7 @@ def test_check_on_a_cuda_device_compiles_missing_kernels(
     ("command", "reason"),
     [
         ("exit 1", "training on gloo failed: nothing"),
-        ("echo a warning >&2; kill -SEGV $$", "training on gloo failed (SIGSEGV): a warning"),
+        ("echo a warning >&2; kill -ABRT $$", "training on gloo failed (SIGABRT): a warning"),
         ("echo INFO; echo error >&2; exit 1", "training on gloo failed: error"),
         ("echo losses differ; echo a warning >&2", "training on gloo failed: losses differ"),
         # rank 1 fails while rank 0 waits for it

@@ -5,6 +5,7 @@ If ``test_torch_diff_record_agrees_with_installed_torch`` fails, follow docs/tor
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -194,5 +195,6 @@ def test_is_replaced_is_true_only_for_functions_that_fsdp_c_defines() -> None:
 
 def test_torch_diff_record_agrees_with_installed_torch() -> None:
     command = [sys.executable, "-m", "build_support.torch_diff", "--check", str(INSTALLED)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # PYTHONSAFEPATH may be set
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
