@@ -99,7 +99,9 @@ def include_folders(site: Path) -> list[Path]:
         return []
     # The wheels of CUDA 12 have a folder for each library.
     libraries = [
-        p.parent for name in ("nccl.h", "cublasLt.h") for p in site.glob(f"nvidia/**/{name}")
+        path.parent
+        for name in ("nccl.h", "cublasLt.h", "cupti.h")
+        for path in site.glob(f"nvidia/**/{name}")
     ]
     return [*dict.fromkeys([*wheels, *libraries]), *toolkits[:1]]
 
