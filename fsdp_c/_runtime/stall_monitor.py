@@ -280,7 +280,9 @@ class StallMonitor(threading.Thread):
         if label_comparison.is_due(now - self._compared):
             self._compared = now
             label_comparison.compare()
-        elif seconds >= PATIENCE and now - self._read_at >= min(REQUEST_READ_INTERVAL, seconds / 2):
+            return
+        pause = min(REQUEST_READ_INTERVAL, max(WAIT_INTERVAL / 2, seconds / 4))
+        if seconds >= PATIENCE and now - self._read_at >= pause:
             self._read_at = now
             get_departures().answer_requests()
 
