@@ -136,6 +136,7 @@ def raise_difference(
     """Raises ``RuntimeError`` with the first difference between rank 0 and ``rank``.
 
     ``hashes`` are those of the two ranks. All ranks of process group ``name`` call this function.
+    Stops the other process groups of ``plans``.
     """
     try:
         found = _read_difference(plans, name, rank, hashes)
@@ -150,9 +151,10 @@ def raise_difference(
 
 
 def handle_error(error: RuntimeError, owner: Any) -> None:
-    """Stops the other process groups of the model if ranks differ; see ``other_groups.py``.
+    """Handles an error that the extension is about to raise: ranks may differ.
 
-    Adds this to the text of the error, and the first difference between models. ``owner``: the
+    If they do, stops the other process groups of the model (``other_groups.py``), and adds to the
+    text of the error that they are stopped. If the models differ, also adds how. ``owner``: the
     group or state that raises the error.
     """
     states = owner._state_ctx.all_states if hasattr(owner, "_state_ctx") else ()
