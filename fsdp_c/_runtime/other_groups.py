@@ -4,6 +4,9 @@ With HSDP, each rank has several process groups. A difference is found in one of
 raise an exception. Ranks that have only other process groups in common with them would wait for
 them. So each rank that raises publishes the difference for its other process groups
 (``departures.py``), and their ranks raise it.
+
+Corrupted data (``FSDP_C_GUARD=hash``) stops no other process group: the ranks can train on after a
+reset.
 """
 
 from __future__ import annotations
@@ -22,15 +25,13 @@ _PREFIX = "ranks of another process group differ: "
 _REMEDY = "Restart all ranks from a checkpoint"
 _STOPPED = f"The other process groups of the model are stopped, too. {_REMEDY}"
 _GROUP = re.compile(r"process group '([^']*)'")
-_DIFFERENCE = re.compile(
-    r"(collective mismatch|different data after|ranks \d+ and \d+ of process group)[^\n]*"
-)
+_DIFFERENCE = re.compile(r"(collective mismatch|ranks \d+ and \d+ of process group)[^\n]*")
 _MAX_LENGTH = 300
 """Characters of a difference. The core keeps about 400 (``FCT_DIFFERENCE_BYTES``)."""
 
 
 def stop_other_groups(text: str, names: Iterable[str]) -> str:
-    """Stops the process groups ``names`` if an exception with this text is a difference of ranks.
+    """Stops the process groups ``names`` if an exception with this text says that programs differ.
 
     Process groups without further ranks are not stopped. Returns a line to append to the text:
     empty if no process group was stopped, or if the text has the line.

@@ -144,6 +144,13 @@ PYTHON_MUTATIONS = {
         "unit/test_departures.py",
         "assert [('group', 'the text')] == ",
     ),
+    "corrupted data stops other process groups": PythonMutation(
+        "_runtime/other_groups.py",
+        "(collective mismatch|",
+        "(collective mismatch|different data after|",
+        "unit/test_other_groups.py",
+        "The other process groups of the model are stopped",
+    ),
     "process groups without further ranks are stopped": PythonMutation(
         "_runtime/other_groups.py",
         "if not ranks.issuperset(dist.get_process_group_ranks(process_group)):",
