@@ -329,7 +329,7 @@ DYNAMIC = (
 
 
 def make_mesh(hsdp: bool) -> DeviceMesh:
-    """Returns a mesh with process groups of its own."""
+    """Returns a mesh with process groups of its own: they are not used after a mismatch."""
     limit = timedelta(seconds=LIMIT_SECONDS)
     if not hsdp:
         return DeviceMesh.from_group(dist.new_group(timeout=limit), "cpu")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from divergence import LIMIT_SECONDS, SIZE, Block, Model
+from divergence import SIZE, Block, Model, make_mesh
 from error_messages import error_message
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_c
 
@@ -40,17 +38,6 @@ def make_model(kind: str, shard: Callable[[Any], Any]) -> Any:
     return shard(model)
 
 
-def make_mesh(job: str) -> DeviceMesh:
-    """Returns a mesh with process groups of its own: they are not used after a mismatch."""
-    limit = timedelta(seconds=LIMIT_SECONDS)
-    if job == "replicate":
-        return DeviceMesh.from_group(dist.new_group(timeout=limit), "cpu")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for dim in ("replicate", "shard"):
-        dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(dim))
-    return mesh
-
-
 def train(model: Any) -> None:
     x = torch.ones(2, SIZE, dtype=next(model.parameters()).dtype)
     for _ in range(2):
@@ -59,7 +46,7 @@ def train(model: Any) -> None:
 
 def run_one_rank(rank: int, world_size: int) -> str:
     """Returns the message of the RuntimeError of HSDP. The model of the last rank differs."""
-    shard = partial(fsdp_c.fully_shard, mesh=make_mesh("HSDP"))
+    shard = partial(fsdp_c.fully_shard, mesh=make_mesh(hsdp=True))
     model = make_model("frozen parameter" if rank == world_size - 1 else "", shard)
     message = error_message(partial(train, model))
     dist.barrier()
@@ -74,7 +61,7 @@ def run(rank: int, world_size: int, job: str) -> dict[str, str]:
     function = fsdp_c.replicate if job == "replicate" else fsdp_c.fully_shard
     messages = {}
     for kind in ("", *KINDS):
-        shard = partial(function, mesh=make_mesh(job))
+        shard = partial(function, mesh=make_mesh(hsdp=job == "HSDP"))
         model = make_model(kind if rank >= world_size // 2 else "", shard)
         messages[kind] = error_message(partial(train, model))
         dist.barrier()
